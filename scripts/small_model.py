@@ -35,11 +35,9 @@ from eecore.lab.training import (
     TrainingConfig,
     load_starting_point,
     read_data,
-    state_path,
     train,
 )
 from eecore.lab.training.interrupts import stop_on_signals
-from eecore.lab.training.run_files import read_run
 
 END = "<|end|>"
 # 8.8M parameters with a vocabulary of 2048.
@@ -204,7 +202,7 @@ def train_small_model(
         task: the task.
         data: the folder of ``train.jsonl`` and ``valid.jsonl``.
         out: the model directory to make.
-        config: the recipe; ``resume`` continues a run with its original one.
+        config: the recipe.
         resume: whether to continue the run in ``out``.
     """
     if not (tokenizer / "tokenizer.json").is_file():
@@ -222,11 +220,6 @@ def train_small_model(
         )
         for split in ("train", "valid")
     )
-    if resume:
-        began, _ = read_run(state_path(out), TrainingConfig)
-        if type(began.loss) is not type(config.loss):
-            raise typer.BadParameter("expected the loss that the run began with, got another")
-        config = began
     parameters = sum(parameter.numel() for parameter in start.model.parameters())
     print(
         f"{parameters / 1e6:.1f}M parameters, {len(sequences)} pairs of "

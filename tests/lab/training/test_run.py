@@ -96,7 +96,7 @@ def test_a_model_learns_and_is_an_ordinary_directory(
 
     about = json.loads((out / "exits.json").read_text())
     assert about["held_out"]["agreement"] == list(result.scores.agreement)
-    assert TrainingConfig.from_dict(about["training"]) == config
+    assert about["training"] == json.loads(json.dumps(config.to_dict()))
     assert about["model_sha256"] == model_digest(out)
     copied = Tokenizer.from_directory(out)
     assert copied is not None
@@ -246,7 +246,7 @@ def test_what_cannot_be_resumed_is_refused(
     for change, message in (
         ({"processes": 2}, r"processes: expected 2, as the run began with, got 1 \(torchrun"),
         ({"format": "another"}, "format: expected 'eecore training run 1', got 'another'"),
-        ({"config": {"stepps": 3}}, "config: stepps: expected a setting of TrainingConfig"),
+        ({"config": {"stepps": 3}}, "expected the settings that the run began with: "),
         ({"more": 1}, "more"),
     ):
         file.write_text(json.dumps({**about, **change}))

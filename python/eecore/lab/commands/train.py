@@ -274,7 +274,7 @@ def _train(
         if run.tensorboard:
             tensorboard_writer()
         if run.resume:
-            read_run(state_path(out), TrainingConfig)
+            read_run(state_path(out))
         else:
             check_new(out)
         start = loading.load_starting_point(model, tokenizer=length.tokenizer, seed=optimizer.seed)

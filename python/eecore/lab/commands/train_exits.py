@@ -281,7 +281,7 @@ def _checked(model: Model, name: str) -> LlamaModel:
 
 def _train(task: HeadTask, run: Run, directory: Path, stop: Callable[[], bool]) -> HeadTrainer:
     """The training run, resumed where it stopped, to its end or until it is stopped again."""
-    from eecore.lab.training.head_run import HeadConfig, HeadTrainer
+    from eecore.lab.training.head_run import HeadTrainer
     from eecore.lab.training.run_files import (
         check_run,
         is_begun,
@@ -293,7 +293,8 @@ def _train(task: HeadTask, run: Run, directory: Path, stop: Callable[[], bool]) 
     begun, evaluation, config = time.monotonic(), 0.0, task.config
     resumes = is_begun(directory)
     if resumes:
-        steps = read_run(directory, HeadConfig)[0].steps
+        began = read_run(directory).inner("config")
+        steps = 1 if began is None else began.integer("steps", 1)
     elif run.minutes is not None:
         task.agreement(config.evaluated_rows)
         evaluation = time.monotonic() - begun

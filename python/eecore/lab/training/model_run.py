@@ -109,7 +109,7 @@ def train(
     check_exits(exits, data, config)
     torch.manual_seed(config.seed)
     if resume:
-        read_run(place, TrainingConfig)
+        read_run(place)
     else:
         check_new(directory)
     trained = model if config.lora is None else _with_lora(model, config.lora)

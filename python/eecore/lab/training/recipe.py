@@ -1,16 +1,14 @@
-"""The settings of a training run as one frozen object, to write down and read back."""
+"""The settings of a training run as one frozen object."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
 
 import torch
 
 from eecore.errors import TrainingError
-from eecore.files.tensors import shown_name
 from eecore.lab.training.calm import CalmLoss
 from eecore.lab.training.early_exit_loss import EarlyExitLoss, LastLayerLoss, LossWeights
 from eecore.lab.training.layer_dropout import LayerDropout
@@ -25,11 +23,6 @@ from eecore.values import (
     shown,
     whole,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-T = TypeVar("T")
 
 Loss = LossWeights | LoopedLoss | GateLoss
 """What exits learn by: weights of their losses, or a loss of loops and their gate."""
@@ -134,28 +127,8 @@ class RunConfig:
         return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings for JSON; :meth:`from_dict` reads them back."""
+        """The settings for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The config of :meth:`to_dict`; a TrainingError names an unknown setting."""
-        if not isinstance(values, Mapping):
-            raise TrainingError(f"expected the settings of {cls.__name__}, got {shown(values)}")
-        strangers = sorted(map(str, set(values) - {each.name for each in fields(cls)}))
-        if strangers:
-            raise TrainingError(
-                f"{shown_name(strangers[0])}: expected a setting of {cls.__name__}, got that"
-            )
-        return built(cls, values)
-
-    def difference(self, other: RunConfig) -> str | None:
-        """The first setting that would change what is learnt; None when there is none."""
-        for name in (each.name for each in fields(self)):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs and name not in FREE_TO_CHANGE:
-                return f"{name}={mine!r} against {theirs!r}"
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,26 +182,3 @@ class TrainingConfig(RunConfig):
         values = super().to_dict()
         kind = next(name for name, loss in LOSSES.items() if type(self.loss) is loss)
         return {**values, "loss": {"kind": kind, **values["loss"]}}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        parts = dict(values) if isinstance(values, Mapping) else {}
-        loss = parts.get("loss")
-        if isinstance(loss, Mapping):
-            kind = loss.get("kind")
-            if not isinstance(kind, str) or kind not in LOSSES:
-                raise TrainingError(f"loss: expected one of {', '.join(LOSSES)}, got {shown(kind)}")
-            settings = {name: value for name, value in loss.items() if name != "kind"}
-            parts["loss"] = built(LOSSES[kind], settings)
-        for name, part in (("layer_dropout", LayerDropout), ("lora", LoraSettings)):
-            if isinstance(parts.get(name), Mapping):
-                parts[name] = built(part, parts[name])
-        return super().from_dict(parts or values)
-
-
-def built(kind: Callable[..., T], settings: Mapping[str, Any]) -> T:
-    """An object from its settings; a TrainingError for unknown ones."""
-    try:
-        return kind(**settings)
-    except TypeError as error:
-        raise TrainingError(f"{getattr(kind, '__name__', kind)}: {error}") from None

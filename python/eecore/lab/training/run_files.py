@@ -10,7 +10,6 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import TypeVar
 
 from torch import nn
 
@@ -19,9 +18,8 @@ from eecore.files.json_fields import JsonFields
 from eecore.files.readable import is_file
 from eecore.files.whole import write_text
 from eecore.lab.training.processes import num_processes
-from eecore.lab.training.recipe import RunConfig
-
-Config = TypeVar("Config", bound=RunConfig)
+from eecore.lab.training.recipe import FREE_TO_CHANGE, RunConfig
+from eecore.values import shown
 
 RUN_FILE = "run.json"
 FORMAT = "eecore training run 1"
@@ -42,21 +40,17 @@ def write_run(directory: Path, config: RunConfig, data_digest: str, model: nn.Mo
     write_text(directory / RUN_FILE, json.dumps(about, indent=1) + "\n")
 
 
-def read_run(directory: Path, kind: type[Config]) -> tuple[Config, JsonFields]:
-    """The settings that a run was started with, and all fields of its file.
+def read_run(directory: Path) -> JsonFields:
+    """What a run was started with.
 
     Raises:
         TrainingError: there is no run, or its file is malformed.
     """
-    path = directory / RUN_FILE
-    fields = JsonFields.read(path, TrainingError)
+    fields = JsonFields.read(directory / RUN_FILE, TrainingError)
     if fields.text("format") != FORMAT:
         raise fields.wrong("format", repr(FORMAT), fields.text("format"))
     fields.only("format", "config", "data", "model", "processes")
-    try:
-        return kind.from_dict(fields.values.get("config", {})), fields
-    except TrainingError as error:
-        raise TrainingError(f"{path}: config: {error}") from None
+    return fields
 
 
 def check_run(directory: Path, config: RunConfig, data_digest: str, model: nn.Module) -> None:
@@ -65,10 +59,16 @@ def check_run(directory: Path, config: RunConfig, data_digest: str, model: nn.Mo
     Raises:
         TrainingError: the run began with others.
     """
-    saved, fields = read_run(directory, type(config))
-    path, difference = directory / RUN_FILE, saved.difference(config)
-    if difference is not None:
-        raise TrainingError(f"{path}: expected the settings that the run began with: {difference}")
+    fields, path = read_run(directory), directory / RUN_FILE
+    began = fields.inner("config")
+    saved = {} if began is None else began.values
+    own = json.loads(json.dumps(config.to_dict()))
+    for name in sorted(saved.keys() | own.keys()):
+        if saved.get(name) != own.get(name) and name not in FREE_TO_CHANGE:
+            raise TrainingError(
+                f"{path}: expected the settings that the run began with: "
+                f"{name}={shown(saved.get(name))} against {shown(own.get(name))}"
+            )
     expected = {"data": data_digest, "model": shapes_digest(model)}
     for name, digest in expected.items():
         if fields.text(name) != digest:
