@@ -190,15 +190,6 @@ def test_replays_do_what_the_calls_would_on_what_the_memory_holds_by_then() -> N
         same(flat(results, memory), flat(program(beside), beside))
 
 
-def test_recording_runs_nothing() -> None:
-    memory = Memory.of(2)
-    memory.load(0, seed=0)
-    before = memory.clone()
-    recorded(memory)
-    for a, b in zip(memory[2:], before[2:], strict=True):
-        assert torch.equal(a, b)
-
-
 def test_values_are_not_checked_while_recording_and_shapes_are() -> None:
     memory = Memory.of(2)
     for tensor in (memory.positions, memory.slot_mapping, memory.seq_lens, memory.exit_layer):
@@ -227,32 +218,6 @@ def test_values_are_not_checked_while_recording_and_shapes_are() -> None:
         with pytest.raises(RuntimeError, match=r"slot_mapping: expected int64 \[num_tokens=3\]"):
             layers(memory, torch.empty(3, HIDDEN), 0, LAYERS)
     assert len(tape) == 3
-
-
-def test_an_empty_tape_replays_nothing() -> None:
-    tape = ops.Tape()
-    with tape.record():
-        pass
-    tape.replay()
-    assert len(tape) == 0
-
-
-def test_confidences_that_go_on_to_the_mask_are_replayed_with_it() -> None:
-    memory = Memory.of(3)
-    previous = normal(3, HIDDEN, seed=9)
-    accept = ops.AcceptRows(memory.thresholds, 2, memory.status, memory.exit_layer)
-    tape = ops.Tape()
-    with tape.record(), tape.rows(memory.count):
-        got = ops.exit_confidence_cosine(previous, memory.hidden, accept=accept)
-    memory.load(0, seed=1)
-    tape.replay()
-    accepted = memory.status.clone()
-    memory.load(0, seed=1)
-    assert_same = ops.exit_confidence_cosine(previous, memory.hidden, accept=accept)
-    assert torch.equal(accepted, memory.status)
-    for a, b in zip(got, assert_same, strict=True):
-        pairs = zip(a, b, strict=True) if isinstance(a, tuple) else ((a, b),)
-        assert all(torch.equal(x, y) for x, y in pairs)
 
 
 # Row counts
@@ -621,35 +586,6 @@ def test_an_exception_leaves_no_recorder_and_an_empty_tape() -> None:
         adder.call(1)
     tape.replay()
     assert adder.take() == [0, 1]
-
-
-def test_rows_and_jumps_belong_into_a_recording() -> None:
-    tape = ops.Tape()
-    for scope in (tape.rows(int32(1)), tape.unless(torch.tensor([True]))):
-        with pytest.raises(RuntimeError, match="expected to record on this thread"), scope:
-            pass
-
-
-def test_what_another_thread_calls_meanwhile_runs() -> None:
-    mine, others = Adder(1), Adder(1)
-    tape = ops.Tape()
-    refused = []
-
-    def work() -> None:
-        others.call(0)
-        try:
-            tape.replay()
-        except RuntimeError as error:
-            refused.append(str(error))
-
-    with tape.record():
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        mine.call(0)
-    assert len(tape) == 1
-    assert (mine.take(), others.take()) == ([0], [1])
-    assert refused == ["tape: expected no replay during a recording"]
 
 
 def test_threads_replay_tapes_of_their_own_side_by_side() -> None:

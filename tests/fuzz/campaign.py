@@ -1,7 +1,6 @@
 """A fuzzing campaign: ``make fuzz MINUTES=10``, or ``python tests/fuzz/campaign.py ops files``.
 
-Every finding is printed with its seed; ``--first SEED --inputs 1`` tries it again, and ``--shrink``
-has hypothesis look for a small input that falls over.
+Every finding is printed with its seed; ``--first SEED --inputs 1`` tries it again.
 """
 
 from __future__ import annotations
@@ -11,31 +10,8 @@ import json
 import sys
 import time
 from pathlib import Path
-from random import Random
 
 import fuzzing
-
-
-def shrink(name: str, examples: int = 2000) -> None:
-    """Look for the smallest input that fails; its error is raised."""
-    from hypothesis import HealthCheck, given, settings
-    from hypothesis import strategies as st
-
-    module = fuzzing.module_of(name)
-    getattr(module, "prepare", lambda: None)()
-
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.randoms(use_true_random=False))
-    def falls_over(random: Random) -> None:
-        module.one(random)
-
-    falls_over()
 
 
 def main() -> int:
@@ -51,19 +27,12 @@ def main() -> int:
     parser.add_argument(
         "--first", type=int, help="seed of the first input; of the clock if not said"
     )
-    parser.add_argument(
-        "--shrink", action="store_true", help="look for a small input that falls over"
-    )
     parser.add_argument("--out", type=Path, help="JSON file to which the figures are added")
     asked = parser.parse_args()
     unknown = sorted(set(asked.names) - set(fuzzing.classes()))
     if unknown:
         parser.error(f"expected classes of {', '.join(fuzzing.classes())}, got {unknown[0]}")
     names = asked.names or fuzzing.classes()
-    if asked.shrink:
-        for name in names:
-            shrink(name)
-        return 0
     if asked.inputs is None and asked.minutes is None:
         asked.minutes = 1.0
     first = time.time_ns() // 1000 if asked.first is None else asked.first

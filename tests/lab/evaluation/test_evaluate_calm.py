@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 import eecore
-from eecore import ConfidentExit, ExitClassifier, FixedExit, Full, RequestError
+from eecore import ConfidentExit, ExitClassifier, Full, RequestError
 from eecore.calibration import Example
 from eecore.cli.app import run
-from eecore.exits import Exit
 from eecore.lab.evaluation.calm import evaluate_calm, exit_rate
 from eecore.lab.evaluation.timed import TimedRun
 from eecore.models import model_digest
 from eecore.output import Output, RequestStats
-from tiny_models import random_prompts
 from tiny_t5 import write_t5
 
 USAGE, MODEL, REQUEST = 2, 3, 4
@@ -76,18 +73,6 @@ def test_speeds_are_compared_within_a_round() -> None:
 # A model's
 
 
-@pytest.mark.parametrize(
-    "policy", [FixedExit(2), SOFTMAX, dataclasses.replace(STATE, batch="all")], ids=repr
-)
-def test_the_exit_rate_is_of_the_layers_that_the_engine_ran(
-    model: eecore.Model, policy: Exit
-) -> None:
-    outputs = eecore.generate(model, random_prompts(5, 3, 7), exit=policy, max_tokens=9)
-    run_layers = sum(output.stats.layers_run for output in outputs)
-    all_layers = sum(4 * (output.stats.generated_tokens - 1) for output in outputs)
-    assert exit_rate(outputs) == pytest.approx(1 - run_layers / all_layers)
-
-
 def test_a_report_has_every_technique_mode_and_size(model: eecore.Model) -> None:
     seen: list[tuple[int, int, str]] = []
     report = evaluate_calm(
@@ -128,19 +113,6 @@ def test_a_t5_exits_in_its_decoder(tmp_path: Path) -> None:
     report = evaluate_calm(t5, EXAMPLES, [CLASSIFIER], batch_sizes=(3,), max_tokens=6, rounds=1)
     rates = [row.exit_rate for row in report.rows]
     assert rates == [0.0, 0.5, 0.75, 0.75]
-
-
-def test_the_tables(model: eecore.Model) -> None:
-    report = evaluate_calm(model, EXAMPLES, [SOFTMAX], batch_sizes=(2, 3), max_tokens=4, rounds=1)
-    lines = report.markdown().splitlines()
-    quality = [line.split(" | ")[:3] for line in lines if line.startswith("| softmax")][:3]
-    assert quality == [
-        ["| softmax", "each", "0.05"],
-        ["| softmax", "all 2", "0.05"],
-        ["| softmax", "all 3", "0.05"],
-    ]
-    assert "| softmax | all 3 | 3 |" in report.markdown()
-    assert "rougeL to label" in report.markdown()
 
 
 def test_tokens_that_all_come_from_the_prompt_have_no_latency(model: eecore.Model) -> None:

@@ -103,12 +103,6 @@ def test_a_report_has_exits_and_modes(model: eecore.Model) -> None:
     assert "| speculative:2,3 |" in text
 
 
-def test_examples_without_targets_have_no_scores(model: eecore.Model) -> None:
-    report = evaluate_layerskip(model, [Example("a")], [FixedExit(1)], max_tokens=2, rounds=1)
-    assert report.exits == ()
-    assert all(row.score is None for row in report.modes)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -235,22 +229,6 @@ def test_a_sweep_that_is_stopped_keeps_what_it_has(
     assert kept["finished"] is False
     assert shown.out.startswith((tmp_path / "grid.md").read_text().strip())
     assert not (directory / "exits.json").exists()
-
-
-def test_a_sweep_that_is_stopped_at_once_says_so(
-    directory: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"input": "a"}\n')
-    stopping_after(monkeypatch, 1)
-    words = ["sweep", str(directory), "--data", str(data), "--max-tokens", "2", "--threads", "1"]
-    assert run([*words, "--out", str(tmp_path / "grid")]) == 130
-    shown = capsys.readouterr()
-    assert "interrupted before the first pair was measured" in shown.err
-    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
 
 
 def test_a_written_sweep_has_auto_draft_with_first_layers(

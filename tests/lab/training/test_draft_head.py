@@ -331,13 +331,6 @@ def test_the_heads_that_look_for_what_came_after_the_same_token(model: eecore.Mo
     assert few == tuple(sorted(few))
 
 
-@pytest.mark.parametrize(("positions", "found"), [(241, 3), (240, 3), (5, 3), (4, 0), (1, 0)])
-def test_heads_of_a_model_of_few_positions(tmp_path: Path, positions: int, found: int) -> None:
-    short = write_model(tmp_path / "short", "llama_tied", max_position_embeddings=positions)
-    network = eecore.load(short, device="cpu", kv_cache_tokens=16).network
-    assert len(choose_attended(network, 3)) == found
-
-
 def test_queries_begin_as_what_the_model_asks() -> None:
     """Queries equal the model's where a linear layer can express them, up to the ridge."""
     head = random_head(6, num_blocks=1, attends=True)
@@ -356,15 +349,6 @@ def test_queries_begin_as_what_the_model_asks() -> None:
         missed = head.queries(known).flatten(1) - queries
     inside = data.text[before] == data.text[before + 1]
     assert missed[inside].square().mean() < 1e-3 * queries.square().mean()
-
-
-def test_some_states_are_those_rows() -> None:
-    stored = torch.randn(6, 2, 4)
-    rows = torch.tensor([5, 0, 3, 2, 2])
-    some = MappedStates(stored).part(rows)
-    assert len(some) == 5
-    assert torch.equal(some[torch.tensor([4, 1])], stored[[2, 0]])
-    assert torch.equal(some.part(torch.tensor([1, 2])).last(torch.tensor([1])), stored[[3], -1])
 
 
 def test_states_of_another_run_are_refused(tmp_path: Path, model: eecore.Model) -> None:

@@ -17,7 +17,7 @@ from eecore.errors import TrainingError
 from eecore.lab.training import LastLayerLoss, TrainingConfig
 from eecore.models import Tokenizer
 from intent_grammar import Grammar
-from intent_names import DEVICES, seen_and_held_out
+from intent_names import seen_and_held_out
 from make_data import SPLITS, Sizes, make_data, spoken, write
 from small_model import END, Task, recipe, train_tokenizer
 from tiny_models import write_model
@@ -51,30 +51,6 @@ def test_names_that_are_held_out_are_never_trained_on(splits: dict[str, Any]) ->
     for utterance in splits["test_names"]:
         assert all(name in held_out[kind] for kind, name in utterance.named)
         assert any(kind != "floor" for kind, _ in utterance.named)
-
-
-def test_some_names_begin_with_a_coined_word() -> None:
-    seen, held_out = seen_and_held_out(0)
-    known = {word for part in DEVICES["light"] for word in re.split(r"[| ]", part)}
-    names = [*seen["name.light"], *held_out["name.light"]]
-    coined = [name for name in names if name.split()[0] not in known]
-    assert 0.15 * len(names) < len(coined) < 0.25 * len(names)
-    assert all(name.split(" ", 1)[1] in DEVICES["light"][1].split("|") for name in coined)
-    assert set(coined) & set(held_out["name.light"])
-    assert (
-        not set(coined) - set(seen_and_held_out(0)[0]["name.light"]) - set(held_out["name.light"])
-    )  # the same for the same seed
-
-
-def test_names_fit_one_kind() -> None:
-    seen, held_out = seen_and_held_out(0)
-    owner: dict[str, str] = {}
-    for kind in seen.values:
-        if kind != "name.input_button":  # a button by another name
-            for name in (*seen[kind], *(held_out[kind] if kind != "floor" else ())):
-                if kind.startswith("name.") or kind in ("area", "timer_name"):
-                    assert owner.setdefault(name, kind) == kind, name
-    assert len(DEVICES) == 20
 
 
 def test_parses_say_what_was_said() -> None:
@@ -112,19 +88,6 @@ def test_slots_stand_in_the_order_of_the_words() -> None:
     for text, parse in said.items():
         hours, minutes = re.findall(r"\d+", text)
         assert parse == f"[HassDecreaseTimer [start_hours {hours}] [minutes {minutes}]]"
-
-
-def test_files_are_the_same_for_the_same_seed(splits: dict[str, Any], tmp_path: Path) -> None:
-    counts = write(splits, tmp_path / "a")
-    write(make_data(0, SIZES), tmp_path / "b")
-    for split in SPLITS:
-        text = (tmp_path / "a" / f"{split}.jsonl").read_text()
-        assert text == (tmp_path / "b" / f"{split}.jsonl").read_text()
-        assert text.count("\n") == counts[split]["all"] == len(splits[split])
-    assert make_data(1, SIZES)["train"] != splits["train"]
-    record = json.loads(text.splitlines()[0])
-    assert record["input"].strip() == record["input"]
-    assert record["target"].startswith(f"[{record['intent']}")
 
 
 def test_from_data_to_exact_match(

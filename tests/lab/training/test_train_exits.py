@@ -122,18 +122,6 @@ def test_a_head_and_what_is_said_of_it(trained: Path) -> None:
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
-def test_there_are_as_many_tokens_as_asked_for(folder: Path, trained: Path, tmp_path: Path) -> None:
-    few, shapes = tmp_path / "few", ["--tokens", "300", "--answer-tokens", "256"]
-    assert run(arguments(folder, few, *shapes)) == 0
-    for out, expected in ((trained, 1400), (few, 300)):
-        given = lines_of(out / "work" / "answers.jsonl")[1:]
-        assert sum(len(line["answer"]) for line in given) == expected
-    texts = {line["index"] for line in given}
-    about = json.loads((few / "head.json").read_text())["training"]
-    assert 0 < about["tokens"] < 300  # one text is held out
-    assert len(texts) >= 2
-
-
 def test_the_runtime_drafts_by_it(
     folder: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,22 +310,6 @@ def test_a_head_that_attends_begins_with_one_that_does_not(
     attending = ["--begin", str(out), "--attend", "2"]
     assert run(arguments(folder, tmp_path / "other", *attending)) == REQUEST
     assert "attention: expected the key heads [(" in capsys.readouterr().err
-
-
-def test_products_in_bfloat16_learn_what_others_learn(
-    folder: Path, trained: Path, tmp_path: Path
-) -> None:
-    """The answers and their states are there already."""
-    for precision in ("float32", "bfloat16"):
-        work = tmp_path / f"work of {precision}"
-        shutil.copytree(trained / "work", work, ignore=shutil.ignore_patterns("training"))
-        more = ["--precision", precision, "--work", str(work), "--resume", "--epochs", "0.2"]
-        assert run(arguments(folder, tmp_path / precision, *more)) == 0
-    about = [json.loads((tmp_path / p / "head.json").read_text()) for p in ("float32", "bfloat16")]
-    (plain, short) = (one["training"]["curve"][-1][1] for one in about)
-    assert short == pytest.approx(plain, rel=0.02)
-    tensors = [load_file(tmp_path / p / "head.safetensors") for p in ("float32", "bfloat16")]
-    assert not torch.equal(tensors[0]["mlp.down"], tensors[1]["mlp.down"])
 
 
 @pytest.mark.parametrize(
