@@ -154,15 +154,3 @@ def test_what_a_request_does_that_says_nothing(
     )
     assert [output.stats.contract for output in usual] == [Auto().contract] * 2
     assert [output.token_ids for output in usual] == [output.token_ids for output in full]
-
-
-class Unhashable(str):
-    """A text that cannot be looked up as it is."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def test_a_text_of_any_class_is_a_text() -> None:
-    assert parse_exit(Unhashable("full")) == eecore.Full()
-    with pytest.raises(ExitTextError, match="exit: expected full, fixed"):
-        parse_exit(Unhashable("deep"))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -132,36 +130,6 @@ def test_contradictory_settings_are_refused(policy: Any, message: str) -> None:
         policy()
 
 
-def test_settings_are_kept_as_pythons_own() -> None:
-    eight: Any = np.int8(100)
-    half: Any = Fraction(1, 2)
-    speculative = SelfSpeculative(eight, eight, draft_threshold=np.float32(0.25))  # type: ignore
-    confident = ConfidentExit(
-        half,
-        exit_points=[eight],
-        thresholds={eight: half},
-        decay_tau=np.int64(3),  # type: ignore
-    )
-    skipping = DraftAndVerify(np.arange(2), {eight}, adaptive=np.bool_(False))  # type: ignore
-    kept: list[tuple[Any, Any]] = [
-        (FixedExit(eight).exit_layer, 100),
-        (speculative.exit_layer, 100),
-        (speculative.max_drafts, 100),
-        (speculative.draft_threshold, 0.25),
-        (confident.threshold, 0.5),
-        (confident.decay_tau, 3.0),
-        (skipping.adaptive, False),
-        *zip(confident.exit_points or (), [100], strict=True),
-        *zip(confident.thresholds.items(), [(100, 0.5)], strict=True),
-        *zip(sorted(skipping.skip_attention), [0, 1], strict=True),
-        *zip(skipping.skip_mlp, [100], strict=True),
-    ]
-    for got, expected in kept:
-        assert got == expected
-        assert type(got) is type(expected)
-    assert {type(n) for pair in confident.thresholds.items() for n in pair} == {int, float}
-
-
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -185,28 +153,6 @@ def test_settings_are_kept_as_pythons_own() -> None:
 def test_layers_that_the_model_does_not_have_are_refused(policy: Exit, message: str) -> None:
     with pytest.raises(ExitError, match=message):
         policy.check(shape(4, 64))
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Full(),
-        FixedExit(1),
-        FixedExit(4),
-        ConfidentExit(0.0),
-        ConfidentExit(1.0, min_exit_layer=4),
-        ConfidentExit(exit_points=[1, 4], thresholds={4: 0.5}),  # type: ignore[arg-type]
-        SelfSpeculative(1),
-        SelfSpeculative(3, 1, draft_threshold=0.0),
-        DraftAndVerify({0}, {3}),
-        PromptLookup(),
-        PromptLookup(1, 64, 64),
-        Auto(),
-        Auto(1, exit_layers=[1, 3], lookup=False),  # type: ignore[arg-type]
-    ],
-)
-def test_the_edges_are_allowed(policy: Exit) -> None:
-    policy.check(shape(4, 64))
 
 
 def test_decaying_threshold_by_hand() -> None:

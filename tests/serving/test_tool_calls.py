@@ -415,6 +415,17 @@ def test_a_stream_with_calls(intent: eecore.Model) -> None:
     assert [choice["finish_reason"] for choice in choices][-2:] == [None, "tool_calls"]
 
 
+def test_a_stream_that_says_how_deep_it_went(intent: eecore.Model) -> None:
+    """No token is missing, whether its text is held back or not."""
+    server = saying(intent, [*PIECES[2:-1], PIECES[2], *PIECES[3:]])
+    body = chat(stream=True, return_exit_layers=True)
+    chunks = events(server.post("/v1/chat/completions", body).text)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [t for c in choices for t in c.get("token_ids", [])] == [5] * 11
+    calls = [call for c in choices for call in c["delta"].get("tool_calls", ())]
+    assert [call["index"] for call in calls] == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "parser", "reason", "pieces"),
