@@ -252,6 +252,18 @@ CPU_KERNELS = (
         "tests/ops/test_skinny_products.py -k 'cpu and gated'",
     ),
     Mutant(
+        "few-rows-are-summed-in-two-halves",
+        "csrc/cpu/skinny_gemm.h",
+        "        multiply_block<1, F::kMaxInOrder>(block, num_batch, 0);\n",
+        "        Block<W> half = block;\n"
+        "        half.num_columns = n / 2 / F::kStep * F::kStep;\n"
+        "        multiply_block<1, F::kMaxInOrder>(half, num_batch, 0);\n"
+        "        half.w += half.num_columns, half.x += half.num_columns;\n"
+        "        half.num_columns = n - half.num_columns, half.adds = true;\n"
+        "        multiply_block<1, F::kMaxInOrder>(half, num_batch, 0);\n",
+        "tests/lab/evaluation/test_same_text.py -k no_text",
+    ),
+    Mutant(
         "residual-with-the-stride-of-the-output",
         "csrc/cpu/skinny_linear.cpp",
         "residual + token * params.residual_stride + row",

@@ -44,7 +44,8 @@ def model(directory: Path) -> eecore.Model:
 def test_no_text_hangs_on_its_company(model: eecore.Model) -> None:
     tallies, differences = verify(model, PROMPTS, requests=96, max_tokens=24, seed=5)
     assert differences == []
-    assert set(tallies) >= {"full", "auto:10", "lookup:6", "head:4", "confident:0.5", "fixed:1"}
+    modes = {"full", "auto:10", "lookup:6", "head:4", "draft-verify:4", "confident:0.5", "fixed:1"}
+    assert set(tallies) >= modes
     of_all = tallies.values()
     assert sum(each.requests for each in of_all) == 96
     for happened in ("sampled", "drafted", "cached", "preempted", "cancelled"):
@@ -59,7 +60,7 @@ def test_a_wrong_page_in_the_prefix_cache_is_found(
     )
     tallies, differences = verify(model, PROMPTS, requests=96, max_tokens=24, seed=5)
     assert sum(each.differ for each in tallies.values()) == len(differences) > 0
-    assert ": expected [" in str(differences[0])
+    assert "]: expected " in str(differences[0])
 
 
 def test_the_command_says_so(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +103,7 @@ def test_a_fingerprint_is_of_the_model_its_formats_and_of_what_a_mode_promises(
 class Answers(BaseHTTPRequestHandler):
     """A server's answers, which hang on the requests that it answers at the same time."""
 
-    running, hangs_on_company, has_scores = 0, False, True
+    running, hangs_on_company, has_scores, reply = 0, False, True, None
 
     def do_GET(self) -> None:
         self.say({"data": [{"id": "m"}]})
@@ -114,9 +115,10 @@ class Answers(BaseHTTPRequestHandler):
         others = self.running - 1 if self.hangs_on_company else 0
         type(self).running -= 1
         scores = {"token_logprobs": [-0.25 - others]} if self.has_scores else None
-        self.say({"choices": [{"text": f"{asked['seed']}", "logprobs": scores}]})
+        choice = {"text": f"{asked['seed']}", "logprobs": scores}
+        self.say({"choices": [choice]} if self.reply is None else self.reply)
 
-    def say(self, body: dict[str, Any]) -> None:
+    def say(self, body: Any) -> None:
         data = json.dumps(body).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
@@ -128,7 +130,7 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(**settings: bool) -> Iterator[str]:
+def serving(**settings: Any) -> Iterator[str]:
     handler = type("Handler", (Answers,), settings)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -162,6 +164,22 @@ def test_eecores_own_server_gives_the_same_alone_and_together(model: eecore.Mode
         rows, found = verify_server(url, ["to be or not to be"], requests=16, max_tokens=16)
     assert found == []
     assert all(row["without_logprobs"] == 0 for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        [],
+        {"choices": []},
+        {"choices": [{"text": "a", "logprobs": 1}]},
+        {"choices": [{"text": "a", "logprobs": {"token_logprobs": [None]}}]},
+    ],
+)
+def test_a_reply_that_is_no_completion_is_an_error(reply: Any) -> None:
+    expected = pytest.raises(RequestError, match="expected an OpenAI server's reply")
+    with serving(reply=reply) as url, expected:
+        verify_server(url, ["some text"], model="m", requests=1)
 
 
 def test_a_server_that_refuses_is_an_error(model: eecore.Model) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +17,14 @@ from rich.table import Table
 
 from eecore.cli.failures import UsageError
 from eecore.cli.loading import MODEL_HELP, check_path
-from eecore.cli.options import LoadOptions, takes_options
+from eecore.cli.options import EngineOptions, takes_options
 from eecore.files.builtin import BUILTIN
 from eecore.files.texts import read_text
 
 FOUND = 1
 """The exit code where texts differ."""
+WIDTH = 100
+"""Columns of the table where stdout is no terminal."""
 PROMPTS = (
     "lock the front door",
     "turn the kitchen lights down to 20 percent and play some jazz in the living room",
@@ -41,7 +44,7 @@ PROMPTS = (
 
 @takes_options
 def verify(
-    loading: LoadOptions,
+    loading: EngineOptions,
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, show_default=BUILTIN)
     ] = None,
@@ -140,4 +143,4 @@ def _show(rows: dict[str, dict[str, Any]]) -> None:
         table.add_column(name.replace("_", " "), justify="right")
     for mode, row in rows.items():
         table.add_row(mode, *(f"{value:,}" for value in row.values()))
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(table)

@@ -11,7 +11,7 @@ depth: drafts change nothing, either.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from random import Random
 
@@ -24,6 +24,7 @@ from eecore.exit_text import exit_text
 from eecore.exits import (
     Auto,
     ConfidentExit,
+    DraftAndVerify,
     Exit,
     FixedExit,
     Full,
@@ -72,17 +73,17 @@ class Difference:
     got: Output
 
     def __str__(self) -> str:
+        what = "text"
+        for name in ("top_logprobs", "logprobs", "token_ids"):
+            pairs = zip_longest(getattr(self.expected, name) or [], getattr(self.got, name) or [])
+            for place, (expected, got) in enumerate(pairs):
+                if expected != got:
+                    what = f"{name}[{place}]: expected {expected}, got {got}"
+                    break
+        given = asdict(self.asked.sampling).items() - asdict(SamplingParams()).items()
+        sampling = ", ".join(f"{name}={value}" for name, value in sorted(given))
         mode = mode_text(self.asked.exit)
-        expected, got = self.expected.token_ids, self.got.token_ids
-        place = next(
-            (i for i, pair in enumerate(zip_longest(expected, got)) if pair[0] != pair[1]), None
-        )
-        if place is None:
-            what = "log-probabilities" if self.expected.text == self.got.text else "text"
-        else:
-            ids = expected[place : place + 4], got[place : place + 4]
-            what = f"token {place}: expected {ids[0]}, got {ids[1]}"
-        return f"{mode}: {what}; {self.company}; {self.asked.prompt[:8]}, {self.asked.sampling}"
+        return f"{mode}: {what}; {self.company}; {self.asked.prompt[:8]}, {sampling}"
 
 
 @dataclass
@@ -116,6 +117,7 @@ def modes_of(model: Model) -> list[Exit]:
         Auto(),
         PromptLookup(6, min_ngram=1),
         SelfSpeculative(middle, 4),
+        DraftAndVerify(frozenset({middle}), frozenset({middle}), 4),
         ConfidentExit(0.5),
         ConfidentExit(0.9, measure="state"),
         FixedExit(middle),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -17,6 +17,7 @@ AT_ONCE = 8
 DIGITS = 6
 """Decimal digits to which log-probabilities are compared."""
 TIMEOUT_S = 600
+T = TypeVar("T")
 
 
 def verify_server(
@@ -49,7 +50,7 @@ def verify_server(
     base = url.rstrip("/").removesuffix("/v1") + "/v1"
     random = Random(seed)
     if model is None:
-        model = _call(f"{base}/models")["data"][0]["id"]
+        model = _call(f"{base}/models", lambda found: str(found["data"][0]["id"]))
     bodies: list[dict[str, Any]] = []
     for number in range(requests):
         prompt = random.choice(prompts)
@@ -92,9 +93,16 @@ def verify_server(
     return rows, found
 
 
-def _answer(base: str, body: dict[str, Any]) -> tuple[str, list[float] | None]:
-    """The text of a completion and the log-probabilities of its tokens."""
-    (choice,) = _call(f"{base}/completions", body)["choices"]
+Answer = tuple[str, list[float] | None]
+"""The text of a completion and the log-probabilities of its tokens."""
+
+
+def _answer(base: str, body: dict[str, Any]) -> Answer:
+    return _call(f"{base}/completions", _answer_of, body)
+
+
+def _answer_of(found: Any) -> Answer:
+    (choice,) = found["choices"]
     given = choice.get("logprobs") or {}
     scores = given.get("token_logprobs")
     if scores is None and given.get("content"):  # as llama.cpp's server writes them
@@ -102,15 +110,21 @@ def _answer(base: str, body: dict[str, Any]) -> tuple[str, list[float] | None]:
     return choice["text"], None if scores is None else [round(each, DIGITS) for each in scores]
 
 
-def _call(url: str, body: dict[str, Any] | None = None) -> Any:
+def _call(url: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
+    """What ``read`` takes from a server's reply."""
     data = None if body is None else json.dumps(body).encode()
     try:
         with urlopen(
             Request(url, data, {"Content-Type": "application/json"}), timeout=TIMEOUT_S
         ) as reply:
-            return json.load(reply)
+            found = json.load(reply)
     except HTTPError as error:
         said = error.read(500).decode(errors="replace")
         raise RequestError(f"{url}: expected 200, got {error.code}: {said}") from None
     except (URLError, ValueError, OSError) as error:
         raise RequestError(f"{url}: expected an OpenAI server, got {error}") from None
+    try:
+        return read(found)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        said = json.dumps(found)[:200]
+        raise RequestError(f"{url}: expected an OpenAI server's reply, got {said}") from None
