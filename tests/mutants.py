@@ -891,6 +891,34 @@ SERVER = (
         "tests/serving/test_refusals.py tests/serving/test_server.py",
     ),
     Mutant(
+        "question-about-a-marker-opens-a-thought",
+        "python/eecore/models/text/thinking.py",
+        "for token in reversed(prompt_ids) if token in added), None)",
+        "for token in reversed(prompt_ids) if token in self.shown), None)",
+        "tests/models/test_thinking.py",
+    ),
+    Mutant(
+        "line-ends-before-the-closing-marker-shown",
+        "python/eecore/models/text/thinking.py",
+        'kept = thought[:end].rstrip("\\n")',
+        "kept = thought[:end]",
+        "tests/models/test_thinking.py",
+    ),
+    Mutant(
+        "stop-string-in-a-thought",
+        "python/eecore/engine/text.py",
+        "reading, more, piece = thinking.read(reading, piece, last=is_whole)",
+        "reading, more, _ = thinking.read(reading, piece, last=is_whole)",
+        "tests/engine/test_thought_texts.py",
+    ),
+    Mutant(
+        "thought-in-a-history-lost",
+        "python/eecore/serving/conversation.py",
+        "message = {**dict.fromkeys(THOUGHTS, thoughts), **message}",
+        "pass",
+        "tests/serving/test_served_thoughts.py",
+    ),
+    Mutant(
         "tool-calls-though-cut-off",
         "python/eecore/serving/shapes.py",
         '"tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason',
@@ -1131,7 +1159,7 @@ SERVER = (
     ),
     Mutant(
         "marker-cut-in-two-not-seen",
-        "python/eecore/serving/tool_calls.py",
+        "python/eecore/models/text/thinking.py",
         "lengths = range(min(len(marker) - 1, len(text)), 0, -1)",
         "lengths = range(min(len(marker) - 2, len(text)), 0, -1)",
         "tests/serving/test_tool_calls.py",
@@ -1254,8 +1282,8 @@ SERVER = (
     Mutant(
         "details-told-twice",
         "python/eecore/serving/response_shape.py",
-        "        details, self._details_left = self._details_left, {}\n        self._items[-1]",
-        "        details = dict(self._details_left)\n        self._items[-1]",
+        "        details, self._details_left = self._details_left, {}\n        if kind",
+        "        details = dict(self._details_left)\n        if kind",
         "tests/serving/test_responses.py",
     ),
     Mutant(
@@ -1968,15 +1996,15 @@ COMMANDS = (
     Mutant(
         "held-back-text-lost",
         "python/eecore/cli/results.py",
-        "rest = output.text[len(self.text) :]",
-        'rest = ""',
+        "self._put(thought[len(self.thought) :], output.text[len(self.text) :])",
+        'self._put("", "")',
         "tests/cli/test_cli.py -k no_step",
     ),
     Mutant(
         "json-without-other-tokens",
         "python/eecore/cli/results.py",
-        'for name in ("logprobs", "top_logprobs", "error"):',
-        'for name in ("logprobs", "error"):',
+        'for name in ("thought", "logprobs", "top_logprobs", "error"):',
+        'for name in ("thought", "logprobs", "error"):',
         "tests/cli/test_cli.py -k json_has",
     ),
     Mutant(
@@ -2059,7 +2087,7 @@ COMMANDS = (
     Mutant(
         "answer-not-remembered",
         "python/eecore/cli/chat.py",
-        '        self.turns.append({"role": "assistant", "content": shown.text})\n',
+        '        self.turns.append({"role": "assistant", "content": shown.text, **thought})\n',
         "",
         "tests/cli/test_chat.py -k 'not ctrl_c'",
     ),

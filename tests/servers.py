@@ -20,7 +20,7 @@ import httpx
 import uvicorn
 
 from eecore.generation import Model
-from eecore.output import Output, RequestFailedError, StepOutput
+from eecore.output import Output, Piece, RequestFailedError, StepOutput
 from eecore.serving.answering import Service
 from eecore.serving.app import create_app
 from eecore.serving.server import listen
@@ -120,13 +120,15 @@ def assert_idle(service: Service) -> None:
     assert until(lambda: not (engine.engine.has_unfinished or engine.engine.num_used_pages))
 
 
-def script(service: Service, output: Output, pieces: Sequence[str], *, ready: bool = False) -> None:
+def script(
+    service: Service, output: Output, pieces: Sequence[str | Piece], *, ready: bool = False
+) -> None:
     """Give a server's engine scripted answers.
 
     Args:
         service: the server's service.
         output: the output of every request.
-        pieces: pieces of its text, one per step.
+        pieces: pieces of its text, one per step, or with their thoughts.
         ready: whether all steps are available with the first.
     """
     engine: Any = Scripted(service.served.engine, output, pieces, ready)
@@ -139,7 +141,7 @@ class Scripted:
 
     wrapped: Any
     output: Output
-    pieces: Sequence[str]
+    pieces: Sequence[str | Piece]
     ready: bool
 
     def __getattr__(self, name: str) -> Any:
@@ -155,7 +157,7 @@ class Scripted:
 @dataclass
 class ScriptedStream:
     output: Output
-    left: list[str]
+    left: list[str | Piece]
     ready: bool
 
     async def __aiter__(self) -> AsyncIterator[StepOutput]:
@@ -169,8 +171,9 @@ class ScriptedStream:
         pass
 
     def _next(self) -> StepOutput:
-        text = self.left.pop(0)
+        said = self.left.pop(0)
+        piece = Piece(said) if isinstance(said, str) else said
         output = None if self.left else self.output
         if output is not None and output.finish_reason == "error":
             raise RequestFailedError(output)
-        return StepOutput("r", [5], [3], [0.5], output, piece=lambda: text)
+        return StepOutput("r", [5], [3], [0.5], output, piece=lambda: piece)

@@ -180,7 +180,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bad_words_ids": [[5]]}, "logit_bias"),
     ({"functions": [{"name": "a"}]}, "tools"),
     ({"system": "x"}, "messages"),
-    ({"enable_thinking": False}, "chat_template_kwargs"),
+    ({"thinking_mode": True}, "chat_template_kwargs"),
+    ({"separate_reasoning": False}, "chat_template_kwargs"),
+    ({"reasoning_format": "none"}, "chat_template_kwargs"),
     ({"exit_mode": "full"}, "exit"),
     ({"continuous_usage_stats": True}, "stream_options"),
     # what it does not have

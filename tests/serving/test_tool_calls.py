@@ -348,7 +348,7 @@ def test_markers_that_are_special_tokens_are_shown(endless: eecore.Model) -> Non
         streamed = ""
         for number, token in enumerate(ids, 1):
             prepared.output_ids.append(token)
-            streamed += prepared.text.show_up_to(number, final=number == len(ids))
+            streamed += prepared.text.show_up_to(number, final=number == len(ids)).text
         assert streamed == prepared.text.decoded.text == text
     quiet = ask_chat(
         served, ChatRequest(messages=messages, tools=TOOLS, tool_choice="none", max_tokens=60)

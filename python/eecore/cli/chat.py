@@ -174,7 +174,8 @@ class _Talk:
         except BaseException:
             self.turns.pop()
             raise
-        self.turns.append({"role": "assistant", "content": shown.text})
+        thought = {"reasoning_content": shown.thought} if shown.thought else {}
+        self.turns.append({"role": "assistant", "content": shown.text, **thought})
         if output is None:
             say("interrupted")
             return

@@ -106,6 +106,10 @@ class DepthPainter:
             self._pieces.append([layer, len(self._decoder.add(token))])
         return self.paint(text)
 
+    def skip(self, text: str) -> None:
+        """Drop characters that are not shown: those of the tokens so far before ``text``."""
+        self.paint("-" * (sum(count for _, count in self._pieces) - len(text)))
+
     def paint(self, text: str) -> Text:
         """The text of the oldest tokens whose text has not come yet, in colour."""
         painted = Text()

@@ -29,8 +29,13 @@ class Results:
     """
 
     def __init__(self, prompts: list[Prompt], model: Model, policy: Exit | None) -> None:
+        from eecore.models.text.thinking import Thinking
+
         self.prompts, self.model, self.policy = prompts, model, policy
         self.console = Console()
+        thinking = None if has_colours(self.console) else Thinking.of(model.tokenizer)
+        self._markers = ("", "") if thinking is None else thinking.markers
+        """The markers around a thought, where there are no colours."""
         self._waiting: dict[int, Output] = {}
         self._next = 0
 
@@ -75,6 +80,31 @@ class Results:
         verified = is_lossless(self.policy)
         return DepthPainter(self.model, prompt_ids, self.policy.lowest_exit, verified=verified)
 
+    def show_parts(
+        self, thought: str, text: str, painter: DepthPainter | None, *, before: str = ""
+    ) -> None:
+        """Print more of a thought, and more of the answer after it.
+
+        The thought is dim; without colours it stands between its markers.
+
+        Args:
+            before: the thought so far, while the answer has no text.
+        """
+        opens, closes = self._markers
+        if thought:
+            if not before and opens:
+                self.show(opens)
+            if not before and painter is not None:
+                painter.skip(thought + text)
+            dim = Text(thought) if painter is None else painter.paint(thought)
+            dim.stylize("dim")
+            self.show(thought if opens else dim, end="")
+        if text and (before or thought):
+            self.show(f"\n{closes}\n" if closes else "\n")
+            if painter is not None:
+                painter.skip(text)
+        self.show(text if painter is None else painter.paint(text), end="")
+
     def depths(self, layers: list[int]) -> str | None:
         """The depths of an answer's tokens in words; None where colours or nothing show them."""
         if self.policy is None or self.has_paint:
@@ -89,7 +119,7 @@ class JsonLines(Results):
         record: dict[str, Any] = {"index": index, "prompt": self.prompts[index]}
         for name in ("text", "token_ids", "finish_reason", "exit_layers", "confidences"):
             record[name] = getattr(output, name)
-        for name in ("logprobs", "top_logprobs", "error"):
+        for name in ("thought", "logprobs", "top_logprobs", "error"):
             if getattr(output, name) is not None:
                 record[name] = getattr(output, name)
         record["stats"] = stats_dict(output)
@@ -110,10 +140,11 @@ class TextByPrompt(Results):
         painter = self.painter(output.prompt_token_ids)
         if output.text is None:
             self.show(" ".join(map(str, output.token_ids)))
-        elif painter is not None:
-            self.show(painter.add(output.token_ids, output.exit_layers, output.text))
         else:
-            self.show(output.text)
+            if painter is not None:
+                painter.add(output.token_ids, output.exit_layers, "")
+            self.show_parts(output.thought or "", output.text, painter)
+            self.show("")
             if said := self.depths(output.exit_layers):
                 self.show(said)
 
@@ -132,37 +163,37 @@ class StreamedText(Results):
         super().__init__(prompts, model, policy)
         if model.tokenizer is not None and isinstance(asked, str):
             asked = model.tokenizer.encode(asked)
-        self.text = ""
+        self.text = self.thought = ""
         self._painter = None if isinstance(asked, str) else self.painter(asked)
         self._layers: list[int] = []
 
     def step(self, index: int, step: StepOutput) -> None:
         self._layers += step.exit_layers
-        text = step.text
-        if self.model.tokenizer is None:
-            text = "".join(f"{token} " for token in step.token_ids)
         if self._painter is not None:
-            self._put(self._painter.add(step.token_ids, step.exit_layers, text))
+            self._painter.add(step.token_ids, step.exit_layers, "")
+        if self.model.tokenizer is None:
+            self._put("", "".join(f"{token} " for token in step.token_ids))
         else:
-            self._put(text)
+            self._put(step.thought, step.text)
         super().step(index, step)
 
     def write(self, index: int, output: Output) -> None:  # noqa: ARG002
         if output.text is not None:  # the rest, held back until the end
-            rest = output.text[len(self.text) :]
-            self._put(rest if self._painter is None else self._painter.paint(rest))
+            thought = output.thought or ""
+            self._put(thought[len(self.thought) :], output.text[len(self.text) :])
         self.end()
 
     def end(self) -> None:
         """End the line, also after a text that was interrupted."""
-        if not self.text.endswith("\n"):
+        if not (self.text or self.thought).endswith("\n"):
             print(flush=True)
         if said := self.depths(self._layers):
             print(said, file=sys.stderr)
 
-    def _put(self, text: str | Text) -> None:
-        self.text += str(text)
-        self.show(text, end="")
+    def _put(self, thought: str, text: str) -> None:
+        before = "" if self.text else self.thought
+        self.thought, self.text = self.thought + thought, self.text + text
+        self.show_parts(thought, text, self._painter, before=before)
 
 
 def stats_dict(output: Output) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from functools import partial
 
 from eecore.engine.faults import LOGGER, described
 from eecore.engine.repetition import is_due, repeats_itself
-from eecore.engine.text import Decoded, TextStream
+from eecore.engine.text import Decoded, Shown, TextStream
 from eecore.exits import Exit
-from eecore.output import Output, PromptLogprob, RequestStats, StepOutput
+from eecore.output import Output, Piece, PromptLogprob, RequestStats, StepOutput
 from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Scheduler
 from eecore.scheduling.sequence import Sequence
@@ -34,9 +34,9 @@ class Taken:
     """Why the request ends; None: it goes on."""
     decoded: Decoded | None = None
     """The text, as far as it had to be decoded."""
-    shown: int | None = None
+    shown: Shown | None = None
     """Characters of the text that the caller has after this step."""
-    piece: Callable[[], str] | None = None
+    piece: Callable[[], Piece] | None = None
     """Returns the new text."""
 
 
@@ -300,7 +300,7 @@ class Commits:
         error: str | None = None,
     ) -> Output:
         """The whole output of a request that ends."""
-        times, asked = sequence.times, sequence.sampling.logprobs
+        times, asked, text = sequence.times, sequence.sampling.logprobs, sequence.text
         count, first = len(sequence.output_ids), times.first_token
         total = now - times.arrived
         is_timed = 0 < times.timed_tokens >= TIMED * (count - 1)
@@ -323,6 +323,7 @@ class Commits:
             full_passes=passes,
             cached_tokens=sequence.cached_tokens,
             full_depth_s=total + times.full_depth_s - times.timed_s if is_timed else None,
+            thought_tokens=0 if text is None or decoded is None else text.num_thought(decoded),
             **asdict(sequence.counters),
         )
         return Output(
@@ -338,6 +339,7 @@ class Commits:
             stats=stats,
             prompt_logprobs=_prompt_logprobs(sequence),
             error=error,
+            thought=None if decoded is None else decoded.thought,
         )
 
 

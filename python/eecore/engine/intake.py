@@ -12,6 +12,7 @@ from eecore.errors import ExitError, RequestError
 from eecore.exit_text import Policies, usual_exit
 from eecore.exits import Exit
 from eecore.models import Network, Tokenizer
+from eecore.models.text.thinking import Thinking
 from eecore.planning.auto import best_exit_layers
 from eecore.planning.draft_state import draft_state
 from eecore.planning.guided import Guides
@@ -36,6 +37,7 @@ class Intake:
         self._seeds = random.Random()
         ends = network.config.eos_token_ids
         self.guides = Guides(tokenizer, network.config.vocab_size, ends)
+        self.thinking = Thinking.of(tokenizer)
 
     def sequence(
         self, prompt: str | list[int], exit: Exit | str | None, sampling: SamplingParams | None
@@ -102,7 +104,9 @@ class Intake:
             draft_state(sequence, config.exit_layers, self.guides.follow(sampling.guide))
         if self._tokenizer is not None:
             before = prompt_ids if input_ids is None else []
-            sequence.text = TextStream(self._tokenizer, before, sampling.stop, sequence.output_ids)
+            sequence.text = TextStream(
+                self._tokenizer, before, sampling.stop, sequence.output_ids, self.thinking
+            )
         if policy.wants_training(config.exit_layers) and self._network not in ASKED:
             self._ask_for_training(policy)
         return sequence

@@ -1,4 +1,4 @@
-"""The text of a request as it grows: incremental decoding and stop strings."""
+"""The text of a request as it grows: incremental decoding, thoughts and stop strings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from eecore.models import IncrementalDecoder, Tokenizer
+from eecore.models.text.thinking import Part, Reading, Thinking
+from eecore.output import Piece
+
+Shown = tuple[int, int]
+"""Characters of the answer and of the thought."""
 
 
 class Decoded(NamedTuple):
@@ -18,10 +23,15 @@ class Decoded(NamedTuple):
     """A stop string has appeared; the text ends before it."""
     is_whole: bool = False
     """The decoder holds back no more text."""
+    reading: Reading | None = None
+    """How far the thought before the text has been read; None: there can be none."""
+    thought: str | None = None
+    """The thought, which is not part of the text."""
 
 
 class TextStream:
-    """Turns tokens into text that can be shown at once, and watches for stop strings.
+    """Turns tokens into text that can be shown at once, and watches for stop strings. These end the
+    answer alone: a thought may have them.
 
     Text that may begin a stop string is held back. Tokens are decoded when the caller asks for the
     text, or at once where there are stop strings: most requests are never read step by step, and
@@ -30,6 +40,7 @@ class TextStream:
 
     Args:
         token_ids: the request's tokens, a list that grows.
+        thinking: the markers around a thought; None: all is text.
     """
 
     def __init__(
@@ -38,6 +49,7 @@ class TextStream:
         prompt_ids: list[int],
         stop: tuple[str, ...],
         token_ids: list[int],
+        thinking: Thinking | None = None,
     ) -> None:
         self._tokenizer, self._prompt_ids = tokenizer, prompt_ids
         self._stop = stop
@@ -45,13 +57,34 @@ class TextStream:
         """Whether there are stop strings."""
         self._longest = max(map(len, stop), default=1)
         self._token_ids = token_ids
-        self._decoded = Decoded(tokenizer.incremental(prompt_ids))
-        self._shown = 0
-        self._last_piece = 0, False, ""
+        self._shown: Shown = 0, 0
+        self._last_piece = 0, False, Piece()
+        self._hidden: dict[int, str] = {}
+        self._begin(thinking)
+
+    def _begin(self, thinking: Thinking | None) -> None:
+        """Begin without tokens."""
+        reading = None if thinking is None else thinking.start(self._prompt_ids)
+        self._thinking = None if reading is None else thinking
+        shown = {} if self._thinking is None else self._thinking.shown
+        thought = "" if reading is not None and reading.part is Part.OPENED else None
+        decoder = self._tokenizer.incremental(self._prompt_ids, shown={**self._hidden, **shown})
+        self._decoded = Decoded(decoder, reading=reading, thought=thought)
 
     def show(self, tokens: Mapping[int, str]) -> None:
         """Give special tokens a text, before there are any tokens."""
-        self._decoded = Decoded(self._tokenizer.incremental(self._prompt_ids, shown=tokens))
+        self._hidden = {**self._hidden, **tokens}
+        self._begin(self._thinking)
+
+    def join(self) -> None:
+        """Leave a thought and its markers in the text, before there are any tokens."""
+        self._begin(None)
+
+    def num_thought(self, decoded: Decoded) -> int:
+        """The number of tokens of the thought."""
+        if self._thinking is None or decoded.thought is None:
+            return 0
+        return self._thinking.num_tokens(self._token_ids[: decoded.num_tokens])
 
     @property
     def decoded(self) -> Decoded:
@@ -79,16 +112,19 @@ class TextStream:
         if not self._decoded.is_whole and decoded.num_tokens >= self._decoded.num_tokens:
             self._decoded = decoded
 
-    def shows(self, decoded: Decoded, *, final: bool) -> tuple[str, int]:
+    def shows(self, decoded: Decoded, *, final: bool) -> tuple[Piece, Shown]:
         """The new text that can be shown for certain, and the characters shown after it."""
-        end = len(decoded.text) if final else len(decoded.text) - self._held_back(decoded.text)
-        return decoded.text[self._shown : end], max(self._shown, end)
+        text, thought = decoded.text, decoded.thought or ""
+        end = len(text) if final else len(text) - self._held_back(text)
+        begin, thought_begin = self._shown
+        piece = Piece(text[begin:end], thought[thought_begin:])
+        return piece, (max(begin, end), len(thought))
 
-    def mark_shown(self, shown: int) -> None:
+    def mark_shown(self, shown: Shown) -> None:
         """Store how many characters of the text have been shown."""
         self._shown = shown
 
-    def show_up_to(self, num_tokens: int, *, final: bool = False) -> str:
+    def show_up_to(self, num_tokens: int, *, final: bool = False) -> Piece:
         """The text that the first ``num_tokens`` add to what was shown, which is decoded now. A
         call that was interrupted and is repeated returns the same text.
 
@@ -100,8 +136,8 @@ class TextStream:
             decoded = self.after(decoded, self._token_ids[decoded.num_tokens : num_tokens])
             if final:
                 decoded = self.whole(decoded)
-            text, shown = self.shows(decoded, final=final)
-            piece = num_tokens, final, text
+            added, shown = self.shows(decoded, final=final)
+            piece = num_tokens, final, added
             self._decoded, self._shown, self._last_piece = decoded, shown, piece
         return self._last_piece[2]
 
@@ -115,7 +151,13 @@ class TextStream:
         is_whole: bool = False,
     ) -> Decoded:
         """The text so far with one more piece, up to the first stop string."""
-        text, stops = before.text, before.stops
+        text, stops, reading, thought = before.text, before.stops, before.reading, before.thought
+        thinking = self._thinking
+        if reading is not None and thinking is not None:
+            if reading.part is not Part.ANSWER:
+                reading, more, piece = thinking.read(reading, piece, last=is_whole)
+                thought = thought if more is None else (thought or "") + thinking.spelled(more)
+            piece = thinking.spelled(piece)
         if piece and not stops:
             text += piece
             if self._stop:
@@ -123,7 +165,7 @@ class TextStream:
                 found = [at for s in self._stop if (at := text.find(s, search_from)) >= 0]
                 if found:
                     text, stops = text[: min(found)], True
-        return Decoded(decoder, num_tokens, text, stops, is_whole)
+        return Decoded(decoder, num_tokens, text, stops, is_whole, reading, thought)
 
     def _held_back(self, text: str) -> int:
         """Length of the longest tail that begins a stop string."""

@@ -175,6 +175,8 @@ def _asked(
                 prepared = served.engine.prepare(ids, exit=policy, sampling=own)
             except GuideError as error:
                 raise refusal_of(guided[0] if guided else "guide", error) from None
+            if prepared.text is not None and isinstance(body, CompletionRequest):
+                prepared.text.join()  # a completion is all text
             choices.append(Choice(len(ids), echo, prepared))
     return Asked(body.model or served.name, choices, len(given), body, logprobs)
 

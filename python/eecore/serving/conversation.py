@@ -30,8 +30,9 @@ TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal":
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # Template variables that are fields of the request, or not supported.
 OWN_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "chat_template")
-# Values that a template without the variable follows anyway.
+# Values that a template without the variable follows anyway; of a model that does not think, too.
 USUAL = {"verbosity": "medium"}
+WITHOUT_THOUGHTS = {**USUAL, "reasoning_effort": "none", "enable_thinking": False}
 
 
 def conversation(served: ServedModel, body: Conversation, *, with_tools: bool = True) -> str:
@@ -52,12 +53,7 @@ def conversation(served: ServedModel, body: Conversation, *, with_tools: bool = 
     messages = [_message(f"messages[{i}]", each) for i, each in enumerate(body.messages or ())]
     try:
         source = tokenizer.template_for(variables)
-        for name in ("reasoning_effort", "verbosity"):
-            value = getattr(body, name)
-            if value is not None and name in source:
-                variables[name] = value
-            elif value not in (None, USUAL.get(name)):
-                raise invalid(f"{name}: expected a chat template that names it, got {shown(value)}")
+        variables = {**_chosen(served, body, source), **variables}
         tools = variables.get("tools") or []
         if tools or any(each.get("role") == "tool" or "tool_calls" in each for each in messages):
             special = tuple(sorted(tokenizer.special_tokens.items()))
@@ -80,6 +76,29 @@ def conversation(served: ServedModel, body: Conversation, *, with_tools: bool = 
         text = str(error).replace(f"{tokenizer.name}: ", "")
         field = text.partition(":")[0]
         raise invalid(text, field if field in type(body).model_fields else "messages") from None
+
+
+def _chosen(served: ServedModel, body: Conversation, source: str) -> Message:
+    """The template's variables that a request has as fields.
+
+    A reasoning effort also says whether to think, where the template can be told.
+
+    Raises:
+        ApiError: 400: the template does not have one.
+    """
+    thinks = served.engine.engine.intake.thinking is not None
+    usual = USUAL if thinks else WITHOUT_THOUGHTS
+    fields = ("enable_thinking", "reasoning_effort", "verbosity")
+    given = {name: value for name in fields if (value := getattr(body, name)) is not None}
+    effort = given.get("reasoning_effort")
+    if effort is not None and "enable_thinking" in source:
+        given = {"enable_thinking": effort != "none", **given}
+        if effort == "none" or "reasoning_effort" not in source:
+            del given["reasoning_effort"]
+    for name, value in given.items():
+        if name not in source and value != usual.get(name):
+            raise invalid(f"{name}: expected a chat template that names it, got {shown(value)}")
+    return {name: value for name, value in given.items() if name in source}
 
 
 def _message(where: str, given: Mapping[str, Any]) -> Message:

@@ -18,8 +18,6 @@ WITHOUT_EFFECT = frozenset(
     # OpenAI's; max_tool_calls limits tools that a server itself has.
     "access_programs max_tool_calls prediction prompt_cache_key prompt_cache_options "
     "prompt_cache_retention safety_identifier service_tier store "
-    # Reasoning is part of the answer's text.
-    "separate_reasoning stream_reasoning "
     # Tokenizers add no spaces between special tokens.
     "spaces_between_special_tokens "
     "cache_control cache_prompt guided_decoding_backend id_slot keep_alive priority request_id "
@@ -35,6 +33,7 @@ SAME = (
     "guided_regex regex",
     "guided_grammar grammar",
     "continue_final_message continue_",
+    "enable_thinking think",
 )
 """Names with one meaning. The first one that an endpoint has is its field."""
 INSTEAD = {
@@ -59,7 +58,8 @@ INSTEAD = {
     "guided_grammar": r"ebnf|grammar_\w+",
     "tools and tool_choice": "functions?|function_call",
     "messages": r"system(_\w+)?|preamble|chat_history",
-    "chat_template_kwargs": r"think|(enable_)?thinking(_\w+)?|(include_)?reasoning(_\w+)?",
+    "chat_template_kwargs": r"think|(enable_)?thinking(_\w+)?|"
+    r"((include|separate|stream)_)?reasoning(_\w+)?",
     "the model's own chat template": r"(\w+_)?template(_\w+)?|character|mode|preset",
     "stream_options": "include_usage|continuous_usage_stats",
     "add_special_tokens": "add_bos_token|add_special",
@@ -86,6 +86,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     for names, values in (
         ("do_sample enable_thinking think thinking web_search web_search_options", ()),
         ("skip_special_tokens detokenize trim_stop parse_tool_calls include_reasoning", (True,)),
+        ("separate_reasoning stream_reasoning", (True,)),
+        ("reasoning_format", ("auto", "deepseek")),
         ("add_bos_token add_special", (True,)),
         ("repeat_penalty rep_pen encoder_repetition_penalty length_penalty best_of", (1,)),
         ("num_beams num_beam_groups beam_width typical typical_p tfs tfs_z", (1,)),

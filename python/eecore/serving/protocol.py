@@ -161,7 +161,12 @@ class Conversation(Request):
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
     documents: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
-    reasoning_effort: str | None = Field(None, description="For a chat template that names it.")
+    enable_thinking: bool | None = Field(None, description="For a chat template that names it.")
+    reasoning_effort: str | None = Field(
+        None,
+        description="For a chat template that names it, or enable_thinking, which `none` makes "
+        "false.",
+    )
     verbosity: str | None = Field(None, description="For a chat template that names it.")
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

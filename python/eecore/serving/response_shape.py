@@ -1,4 +1,7 @@
-"""The answer to a request to /v1/responses: its items, and the events of its stream."""
+"""The answer to a request to /v1/responses: its items, and the events of its stream.
+
+A thought is an item of its own before the message, with its text as content.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from eecore.output import Output, StepOutput
+from eecore.output import Output, Piece, StepOutput
 from eecore.serving.refusals import ApiError
 from eecore.serving.responses import ResponseChat
 from eecore.serving.shapes import JSON, PLACE, ChatShape, Tokens, usage
 from eecore.serving.tool_calls import ToolCall
 
-DELTA = "response.output_text.delta"
+KINDS = {"message": ("msg", "output_text"), "reasoning": ("rs", "reasoning_text")}
+"""The items that are text: the beginning of their ids, and the type of their part."""
 NOT_SAID = {"description": None, "parameters": None, "strict": None}
 """The fields that a tool has in an answer, though its request may leave them out."""
 BEGINNING = ("created", "in_progress")
@@ -21,7 +25,9 @@ BEGINNING = ("created", "in_progress")
 
 
 class ResponseShape(ChatShape):
-    """The answer to a request to /v1/responses: messages and calls of functions, in their order."""
+    """The answer to a request to /v1/responses: reasoning, messages and calls of functions, in
+    their order.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -30,19 +36,19 @@ class ResponseShape(ChatShape):
         assert isinstance(body, ResponseChat)
         self._request = body.request
         self._items: list[dict[str, Any]] = []
-        self._is_open = False
-        """Whether the last item is an unfinished message."""
+        self._open = ""
+        """The kind of the last item while it is unfinished text."""
         self._texts: list[str] = []
-        """The text of that message, piece by piece."""
+        """The text of that item, piece by piece."""
         self._details_left: dict[str, list[Any]] = {}
         """Details of tokens that no event has reported yet."""
         self._num_events = 0
-        self._frame = ("", "")
-        """The parts of a delta event before and after its text, for the unfinished message."""
+        self._around = ("", "")
+        """The parts of a delta event before and after its text, for the unfinished item."""
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         (output,) = outputs
-        self._added_events(output.text or "", output, output)
+        self._added_events(Piece(output.text or "", output.thought or ""), output, output)
         return self._response(output)
 
     def events(self, index: int, step: StepOutput) -> str:  # noqa: ARG002
@@ -50,7 +56,7 @@ class ResponseShape(ChatShape):
         if not self._num_events:
             begun = self._response(None)
             found += [self._event(f"response.{kind}", response=begun) for kind in BEGINNING]
-        return "".join([*found, *self._added_events(step.text, step, step.output)])
+        return "".join([*found, *self._added_events(step.added, step, step.output)])
 
     def end(self, outputs: Sequence[Output]) -> str:
         response = self._response(outputs[0])
@@ -63,20 +69,20 @@ class ResponseShape(ChatShape):
         response = {**self._response(None), "status": "failed", "error": problem}
         return "".join([*closed, self._event("response.failed", response=response)])
 
-    def _added_events(self, text: str, tokens: Tokens, output: Output | None) -> list[str]:
+    def _added_events(self, added: Piece, tokens: Tokens, output: Output | None) -> list[str]:
         """The events of added text; the last ones where there is an output."""
         if self._wants_tokens:
             for name, values in self._named_details(tokens).items():
                 self._details_left.setdefault(name, []).extend(values)
-        parts: list[str | ToolCall] = [text] if text else []
+        parts: list[str | ToolCall] = [added.text] if added.text else []
         if self._readers:
-            parts = self._readers[0].add(text, last=output is not None)
-        events: list[str] = []
+            parts = self._readers[0].add(added.text, last=output is not None)
+        events = self._text_events(added.thought, "reasoning") if added.thought else []
         for part in parts:
             events += self._text_events(part) if isinstance(part, str) else self._call_events(part)
         if output is not None:
-            if not self._items or (self._is_open and self._details_left):
-                events += self._text_events("")
+            if not self._items or (self._open and self._details_left):
+                events += self._text_events("", self._open or "message")
             events += self._closed(
                 "incomplete" if output.finish_reason == "length" else "completed"
             )
@@ -87,46 +93,59 @@ class ResponseShape(ChatShape):
         logprobs = details.pop("logprobs")
         return {**details, **({} if logprobs is None else {"logprobs": logprobs["content"]})}
 
-    def _text_events(self, text: str) -> list[str]:
-        events = [] if self._is_open else self._message_events()
+    def _text_events(self, text: str, kind: str = "message") -> list[str]:
+        events = []
+        if self._open != kind:
+            events = [*self._closed("completed"), *self._begun(kind)]
         self._texts.append(text)
         if not self._details_left:
-            number, (before, after) = self._num_events, self._frame
+            number, (before, after) = self._num_events, self._around
             self._num_events += 1
             return [*events, f"{before}{JSON.encode(text)}{after}{number}}}\n\n"]
         details, self._details_left = self._details_left, {}
-        self._items[-1]["content"][0]["logprobs"] += details.setdefault("logprobs", [])
+        if kind == "message":
+            self._items[-1]["content"][0]["logprobs"] += details.setdefault("logprobs", [])
+        else:
+            details.pop("logprobs", None)  # log-probabilities belong to the answer
         place = {**self._place(), "content_index": 0}
-        return [*events, self._event(DELTA, **place, **details, delta=text)]
+        name = f"response.{KINDS[kind][1]}.delta"
+        return [*events, self._event(name, **place, **details, delta=text)]
 
-    def _message_events(self) -> list[str]:
-        """The events that begin a message."""
-        item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-        empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    def _begun(self, kind: str) -> list[str]:
+        """The events that begin a message, or reasoning."""
+        prefix, part = KINDS[kind]
+        is_message = kind == "message"
+        item: dict[str, Any] = {"role": "assistant"} if is_message else {"summary": []}
+        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **item}
+        scores: dict[str, Any] = {"logprobs": []} if is_message else {}
+        empty: dict[str, Any] = {"type": part, "text": "", **scores}
+        if is_message:
+            empty["annotations"] = []
         self._items.append({**item, "status": "in_progress", "content": []})
-        self._is_open = True
+        self._open = kind
         events = [self._item_event("added")]
-        self._items[-1]["content"] = [{**empty, "logprobs": []}]
         place = {**self._place(), "content_index": 0}
         events.append(self._event("response.content_part.added", **place, part=empty))
-        delta = {"type": DELTA, **place, "logprobs": [], "delta": PLACE, "sequence_number": 0}
+        self._items[-1]["content"] = [empty]
+        name = f"response.{part}.delta"
+        delta = {"type": name, **place, **scores, "delta": PLACE, "sequence_number": 0}
         before, after = JSON.encode(delta).split(JSON.encode(PLACE))
-        self._frame = (f"event: {DELTA}\ndata: {before}", after.removesuffix("0}"))
+        self._around = (f"event: {name}\ndata: {before}", after.removesuffix("0}"))
         return events
 
     def _closed(self, status: str) -> list[str]:
-        """The events that end the unfinished message; none where there is none."""
-        if not self._is_open:
+        """The events that end the unfinished item; none where there is none."""
+        if not self._open:
             return []
-        self._is_open = False
+        name, self._open = f"response.{KINDS[self._open][1]}.done", ""
         item = self._items[-1]
         item["status"] = status
         part = item["content"][0]
         part["text"], self._texts = "".join(self._texts), []
         place = {**self._place(), "content_index": 0}
-        said = {"text": part["text"], "logprobs": part["logprobs"]}
+        said = {key: part[key] for key in ("text", "logprobs") if key in part}
         return [
-            self._event("response.output_text.done", **place, **said),
+            self._event(name, **place, **said),
             self._event("response.content_part.done", **place, part=part),
             self._item_event("done"),
         ]
@@ -227,7 +246,7 @@ class ResponseShape(ChatShape):
             "input_tokens": known["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": known["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": known["completion_tokens_details"],
             "total_tokens": known["total_tokens"],
             "eecore": known["eecore"],
         }

@@ -173,7 +173,9 @@ class _Items:
             raise invalid(f"{where}.role: expected one of {', '.join(ROLES)}, got {shown(role)}")
         if role == "assistant":
             self._add_answer(where, content=content)
-        elif role != "user" and len(self.messages) == 1 and self._has_instructions:
+            return
+        self._thoughts = []  # an answer that was all thought is not part of a conversation
+        if role != "user" and len(self.messages) == 1 and self._has_instructions:
             # Most templates take one system message only.
             before = _parts(self.messages.pop()["content"])
             self.sources.pop()
@@ -214,7 +216,7 @@ class _Items:
         self._add(where, {"role": "tool", "tool_call_id": call_id, "content": item.get("output")})
 
     def _reasoning(self, where: str, item: Mapping[str, Any]) -> None:
-        """Reasoning from another server; this one has it in the text of its answers."""
+        """A thought, which belongs to the next answer."""
         for name in ("content", "summary"):
             parts = item.get(name) or []
             if not isinstance(parts, list):

@@ -42,8 +42,8 @@ class Shape:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         policy = self.asked.choices[0].prepared.exit
         self._fingerprint = self.served.engine.engine.fingerprint(policy)
-        self._frames: dict[int, list[str]] = {}
-        """For each choice that has begun: the parts of its chunks before and after the text."""
+        self._frames: dict[tuple[int, bool], list[str]] = {}
+        """The parts of a choice's chunks around their text, and around that of its thought."""
         self._counts: dict[int, int] = {}
         """Tokens so far of each choice that has begun."""
         self._is_plain = not (self._wants_tokens or self.asked.counts_usage)
@@ -58,17 +58,16 @@ class Shape:
     def events(self, index: int, step: StepOutput) -> str:
         """The events that a step adds to the stream of a choice, ready to be sent."""
         found: list[str] = []
-        frame = self._frames.get(index)
-        if frame is None:
+        if index not in self._counts:
             self._counts[index] = 0
-            frame = event(self._chunk(index, self._text(PLACE))).split(JSON.encode(PLACE))
-            self._frames[index] = frame
             first = self.first(index, step)
             found += [] if first is None else [event(first)]
         self._counts[index] += len(step.token_ids)
         if self._is_plain:
-            text = step.text
-            found += [JSON.encode(text).join(frame)] if text else []
+            for text, is_thought in ((step.thought, True), (step.text, False)):
+                if text:
+                    frame = self._frame(index, is_thought=is_thought)
+                    found.append(JSON.encode(text).join(frame))
         else:
             found += map(event, self.deltas(index, step))
         if step.output is not None:
@@ -123,6 +122,15 @@ class Shape:
             **self.asked.body.ignored,
         }
 
+    def _frame(self, index: int, *, is_thought: bool) -> list[str]:
+        """The parts of a chunk of a choice around its text."""
+        frame = self._frames.get((index, is_thought))
+        if frame is None:
+            part = self._thought(PLACE) if is_thought else self._text(PLACE)
+            frame = event(self._chunk(index, part)).split(JSON.encode(PLACE))
+            self._frames[index, is_thought] = frame
+        return frame
+
     def _chunk(self, index: int, part: dict[str, Any], **details: Any) -> dict[str, Any]:
         """A chunk with a part of one choice."""
         choice = {"index": index, **part, "logprobs": None, "finish_reason": None, **details}
@@ -155,7 +163,8 @@ class Shape:
 
     def _added(self, index: int, step: StepOutput) -> list[dict[str, Any]]:  # noqa: ARG002
         """The parts of a chunk for the text of a step: text, or what the format makes of it."""
-        return [self._text(step.text)] if step.text else []
+        thought = [self._thought(step.thought)] if step.thought else []
+        return [*thought, self._text(step.text)] if step.text else thought
 
     def _reason(self, index: int, output: Output) -> str:  # noqa: ARG002
         return output.finish_reason
@@ -171,6 +180,9 @@ class Shape:
         raise NotImplementedError
 
     def _text(self, text: str | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _thought(self, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
     def _logprobs(self, index: int, tokens: Tokens) -> dict[str, Any]:
@@ -205,14 +217,16 @@ class ChatShape(Shape):
             if calls:
                 text = "".join(part for part in parts if isinstance(part, str))
                 message |= {"content": text or None, "tool_calls": calls}
+        if output.thought:
+            message |= {**reasoning(output.thought), "content": message["content"] or None}
         choice = {"index": index, "message": message, **self._details(index, output)}
         return {**choice, "finish_reason": self._reason(index, output)}
 
     def _added(self, index: int, step: StepOutput) -> list[dict[str, Any]]:
         if not self._readers:
             return super()._added(index, step)
-        reader, added = self._readers[index], []
-        number = reader.num_calls
+        reader, number = self._readers[index], self._readers[index].num_calls
+        added = [self._thought(step.thought)] if step.thought else []
         for part in reader.add(step.text, last=step.finished):
             if isinstance(part, str):
                 added.append(self._text(part))
@@ -230,6 +244,9 @@ class ChatShape(Shape):
 
     def _text(self, text: str | None) -> dict[str, Any]:
         return {"delta": {} if text is None else {"content": text}}
+
+    def _thought(self, text: str) -> dict[str, Any]:
+        return {"delta": reasoning(text)}
 
     def _logprobs(self, index: int, tokens: Tokens) -> dict[str, Any]:  # noqa: ARG002
         tops: Sequence[dict[int, float]] = tokens.top_logprobs or [{} for _ in tokens.token_ids]
@@ -305,6 +322,11 @@ class CompletionShape(Shape):
         return self._offsets[index]
 
 
+def reasoning(thought: str) -> dict[str, str]:
+    """A thought under the names that clients of llama.cpp and of vLLM read."""
+    return {"reasoning_content": thought, "reasoning": thought}
+
+
 def event(content: Any) -> str:
     """An event of a stream."""
     return f"data: {JSON.encode(content)}\n\n"
@@ -327,6 +349,9 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(each.thought_tokens for each in stats)
+        },
         "eecore": {
             "speedup": took.speedup,
             "lossless": took.is_lossless,

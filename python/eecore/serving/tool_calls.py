@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from eecore.models.text.thinking import overlap
 from eecore.serving import xml_calls
 from eecore.serving.xml_calls import XmlCall
 
@@ -228,7 +229,7 @@ class CallReader:
             self._give(parts, at)
             self._block = self._new_block(len(marker) if marker == self._format.opens else 0)
             return True
-        pending = 0 if last else max(_overlap(self._held, each) for each in openers)
+        pending = 0 if last else max(overlap(self._held, each) for each in openers)
         self._give(parts, len(self._held) - pending)
         return False
 
@@ -412,9 +413,3 @@ def _unless_last(last: bool) -> None:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(constant)
-
-
-def _overlap(text: str, marker: str) -> int:
-    """The length of the longest end of a text that begins a marker."""
-    lengths = range(min(len(marker) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(marker[:length])), 0)

@@ -95,6 +95,11 @@ class Tokenizer:
         """Characters of the longest token, as written in the vocabulary."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """The ids of tokens that are found in a text before it is split, special or not."""
+        return frozenset(self._backend.get_added_tokens_decoder())
+
     def to_json(self) -> str:
         """The tokenizer as a tokenizer.json."""
         return str(self._backend.to_str())

@@ -1,0 +1,300 @@
+"""Thoughts in answers, as clients of OpenAI's API read them, and in conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from openai.types import CompletionUsage
+from openai.types import responses as of_openai
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import TypeAdapter
+
+import eecore
+from eecore.output import Piece
+from eecore.serving.responses import read_response
+from servers import Asker, asker, assert_idle, listening, script
+from thinking_models import ALWAYS, CLOSES, HYBRID, QUESTION, WORDS, write_thinking_model
+
+EVENTS: TypeAdapter[Any] = TypeAdapter(of_openai.ResponseStreamEvent)
+PATH = "/v1/chat/completions"
+CLOSING = {"logit_bias": {str(CLOSES): 5}, "max_tokens": 24, "temperature": 1.0, "seed": 1}
+"""Settings with which the random model thinks for some tokens."""
+LOCK = {"name": "lock", "parameters": {"type": "object", "properties": {"door": {}}}}
+CALL = '<tool_call>\n{"name": "lock", "arguments": {"door": 1}}\n</tool_call>'
+PIECES = [
+    Piece(thought="Which "),
+    Piece(thought="door?"),
+    Piece("On ", ""),
+    Piece("it."),
+    Piece(CALL),
+    Piece(),
+]
+
+
+def server_of(tmp: Any, name: str, template: str, **settings: Any) -> Asker:
+    directory = write_thinking_model(tmp.mktemp("thoughts") / name, template, **settings)
+    return asker(eecore.load(directory, kv_cache_tokens=4096), tool_parser="hermes")
+
+
+@pytest.fixture(scope="module")
+def always(tmp_path_factory: pytest.TempPathFactory) -> Asker:
+    return server_of(tmp_path_factory, "always", ALWAYS)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Asker:
+    return server_of(tmp_path_factory, "hybrid", HYBRID)
+
+
+@pytest.fixture
+def scripted(always: Asker) -> Iterator[Asker]:
+    """A server whose answers think, say something and call a tool."""
+    engine = always.service.served.engine
+    (output,) = eecore.generate(always.service.served.model, [1], max_tokens=6)
+    text = "".join(piece.text for piece in PIECES)
+    stats = replace(output.stats, thought_tokens=3)
+    output = replace(output, text=text, thought="Which door?", finish_reason="stop", stats=stats)
+    script(always.service, output, PIECES)
+    yield always
+    always.service.served.engine = engine
+
+
+def chat(server: Asker, **fields: Any) -> Any:
+    return server.post(PATH, {"messages": QUESTION, **fields})
+
+
+def test_a_whole_answer_has_its_thought_under_both_names(always: Asker) -> None:
+    body = chat(always, **CLOSING).json()
+    ChatCompletion.model_validate(body)
+    message = body["choices"][0]["message"]
+    assert message["content"]
+    assert message["reasoning_content"] == message["reasoning"] != ""
+    assert "</think>" not in message["reasoning"]
+    used = CompletionUsage.model_validate(body["usage"])
+    assert used.completion_tokens == 24
+    assert used.completion_tokens_details is not None
+    assert 1 < (used.completion_tokens_details.reasoning_tokens or 0) < 24
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"return_exit_layers": True},
+        {"logprobs": True},
+        {"n": 2},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"tools": [{"type": "function", "function": LOCK}]},
+    ],
+)
+def test_a_stream_has_the_same_parts(always: Asker, more: dict[str, Any]) -> None:
+    asked = {name: value for name, value in more.items() if name != "stream_options"}
+    whole = chat(always, **CLOSING, **asked).json()["choices"]
+    with listening(always.service) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        extra = {**CLOSING, **more}
+        logprobs = extra.pop("logprobs", None)
+        chunks = list(
+            client.chat.completions.create(
+                model=always.service.served.name,
+                messages=QUESTION,
+                stream=True,
+                logprobs=logprobs,
+                extra_body=extra,
+            )
+        )
+    parts = [{"content": "", "reasoning": "", "reasoning_content": ""} for _ in whole]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump())
+        for choice in chunk.choices:
+            said = {"content": choice.delta.content, **(choice.delta.model_extra or {})}
+            assert not (said["content"] and said.get("reasoning"))
+            assert not (parts[choice.index]["content"] and said.get("reasoning"))
+            for name in parts[choice.index]:
+                parts[choice.index][name] += said.get(name) or ""
+    for found, choice in zip(parts, whole, strict=True):
+        assert found == {name: choice["message"].get(name) or "" for name in found}
+    assert_idle(always.service)
+
+
+def test_an_answer_that_is_all_thought_has_no_content(always: Asker) -> None:
+    biases = {str(CLOSES): -100}
+    body = chat(always, max_tokens=5, logit_bias=biases, ignore_eos=True).json()
+    (choice,) = body["choices"]
+    assert choice["message"]["content"] is None
+    assert choice["message"]["reasoning"]
+    assert choice["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+
+
+def test_an_answer_without_a_thought_has_no_such_field(hybrid: Asker) -> None:
+    fields = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 4}
+    message = chat(hybrid, **fields).json()["choices"][0]["message"]
+    assert set(message) == {"role", "content", "refusal"}
+
+
+def test_a_completion_is_all_text(always: Asker) -> None:
+    prompt = always.service.served.tokenizer.apply_chat_template(QUESTION)
+    body = always.post("/v1/completions", {"prompt": prompt, **CLOSING}).json()
+    assert "</think>" in body["choices"][0]["text"]
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_a_call_comes_after_the_thought(scripted: Asker) -> None:
+    tools = [{"type": "function", "function": LOCK}]
+    (choice,) = chat(scripted, tools=tools).json()["choices"]
+    message = choice["message"]
+    assert (message["reasoning"], message["content"]) == ("Which door?", "On it.")
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"door": 1}'
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def responses(server: Asker, **settings: Any) -> tuple[list[Any], Any]:
+    """The events of a stream, and the last one's response."""
+    with listening(server.service) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        events = list(client.responses.create(model=server.service.served.name, **settings))
+    for number, event in enumerate(events):
+        EVENTS.validate_python(event.model_dump(), strict=False)
+        assert event.sequence_number == number
+    return events, events[-1].response
+
+
+def joined(events: Sequence[Any], kind: str) -> str:
+    return "".join(event.delta for event in events if event.type == f"response.{kind}.delta")
+
+
+def test_reasoning_is_an_item_before_the_message_and_the_call(scripted: Asker) -> None:
+    tools = [{"type": "function", **LOCK}]
+    events, response = responses(scripted, input="Why?", stream=True, tools=tools)
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+    thought, message, call = response.output
+    assert joined(events, "reasoning_text") == thought.content[0].text == "Which door?"
+    assert joined(events, "output_text") == message.content[0].text == "On it."
+    assert call.arguments == '{"door": 1}'
+    assert {item.status for item in response.output} == {"completed"}
+    assert (thought.summary, thought.content[0].type) == ([], "reasoning_text")
+    assert response.usage.output_tokens_details.reasoning_tokens == 3
+    kinds = [event.type.removeprefix("response.") for event in events]
+    first = kinds.index("output_item.added")
+    assert kinds[first : first + 7] == [
+        "output_item.added",
+        "content_part.added",
+        *["reasoning_text.delta"] * 2,
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+    ]
+
+
+def test_whole_responses_are_those_of_streams(always: Asker) -> None:
+    fields = {"input": "Why?", "max_output_tokens": 24, "temperature": 1.0, "seed": 1}
+    fields |= {"logit_bias": {str(CLOSES): 5}, "return_exit_layers": True}
+    fields["include"] = ["message.output_text.logprobs"]
+    whole = of_openai.Response.model_validate(always.post("/v1/responses", fields).json())
+    extra = {name: fields.pop(name) for name in ("seed", "logit_bias", "return_exit_layers")}
+    events, response = responses(always, stream=True, extra_body=extra, **fields)
+    assert [item.type for item in whole.output] == ["reasoning", "message"]
+    for one, other in zip(whole.output, response.output, strict=True):
+        assert one.content[0].text == other.content[0].text
+    assert joined(events, "reasoning_text") == whole.output[0].content[0].text
+    assert whole.output_text == response.output_text == joined(events, "output_text")
+    layers = [n for event in events for n in getattr(event, "exit_layers", None) or ()]
+    assert len(layers) == 24
+
+
+def test_a_response_that_is_all_thought_is_incomplete(always: Asker) -> None:
+    settings = {"input": "Why?", "max_output_tokens": 5, "stream": True}
+    extra = {"logit_bias": {str(CLOSES): -100}}
+    _, response = responses(always, extra_body=extra, **settings)
+    (item,) = response.output
+    assert (item.type, item.status, response.status) == ("reasoning", "incomplete", "incomplete")
+    assert response.output_text == ""
+
+
+# Conversations
+
+
+def rendered(server: Asker, messages: Sequence[Any], **fields: Any) -> str:
+    body = {"messages": messages, **fields}
+    tokens = server.post("/tokenize", body).json()["tokens"]
+    text: str = server.service.served.tokenizer.decode(tokens, skip_special_tokens=False)
+    return text
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_a_thought_goes_back_as_each_template_wants_it(hybrid: Asker, name: str) -> None:
+    answer = {"role": "assistant", "content": "On it.", name: "Which door?"}
+    call = {"id": "a", "type": "function", "function": {"name": "lock", "arguments": "{}"}}
+    agent = [*QUESTION, {**answer, "tool_calls": [call]}]
+    agent.append({"role": "tool", "tool_call_id": "a", "content": "done"})
+    assert "<think>\nWhich door?\n</think>\n\nOn it." in rendered(hybrid, agent)
+    later = rendered(hybrid, [*QUESTION, answer, *QUESTION])
+    assert "On it." in later
+    assert "door?" not in later
+
+
+def test_the_items_of_a_response_go_back_unchanged(scripted: Asker) -> None:
+    tools = [{"type": "function", **LOCK}]
+    _, response = responses(scripted, input="Why?", stream=True, tools=tools)
+    first = {"type": "message", "role": "user", "content": "Why?"}
+    call = response.output[-1]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    items = [item.model_dump(exclude_none=True) for item in response.output]
+    body = of_openai_body([first, *items, result])
+    (_, answer, _) = read_response(body).messages
+    assert answer["reasoning_content"] == "Which door?"
+    assert answer["tool_calls"][0]["function"]["name"] == "lock"
+    # A thought without an answer is not part of the next one.
+    body = of_openai_body([first, items[0], first, items[1]])
+    assert "reasoning_content" not in read_response(body).messages[-1]
+
+
+def of_openai_body(items: Sequence[Any]) -> bytes:
+    return json.dumps({"input": items}).encode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "high"}, True),
+        ({"enable_thinking": False}, False),
+        ({"think": False}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}, False),
+        ({"enable_thinking": True, "reasoning_effort": "none"}, True),
+    ],
+)
+def test_a_request_says_whether_to_think(
+    hybrid: Asker, fields: dict[str, Any], thinks: bool
+) -> None:
+    assert rendered(hybrid, QUESTION, **fields).endswith("</think>\n\n") is not thinks
+
+
+def test_effort_goes_to_a_template_that_names_it(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    template = "{{ reasoning_effort or 'as usual' }},{{ enable_thinking }}" + HYBRID
+    server = server_of(tmp_path_factory, "effort", template)
+    assert rendered(server, QUESTION, reasoning_effort="low").startswith("low,True")
+    assert rendered(server, QUESTION, reasoning_effort="none").startswith("as usual,False")
+
+
+def test_a_template_that_cannot_be_told_refuses(always: Asker, intent: eecore.Model) -> None:
+    for fields in ({"reasoning_effort": "none"}, {"enable_thinking": False}):
+        answer = chat(always, **fields)
+        assert answer.status_code == 400
+        assert "expected a chat template that names it" in answer.json()["error"]["message"]
+        assert chat(asker(intent), **fields, max_tokens=1).status_code == 200
+
+
+def test_markers_in_words(tmp_path_factory: pytest.TempPathFactory) -> None:
+    server = server_of(tmp_path_factory, "words", WORDS, markers=False)
+    message = chat(server, max_tokens=4).json()["choices"][0]["message"]
+    assert "reasoning" not in message
