@@ -35,7 +35,8 @@ window.fetch = async (path, { body, signal }) => {
       signal.addEventListener("abort", () => control.error(new DOMException("", "AbortError")));
       const put = (data) => control.enqueue(new TextEncoder().encode(`data: ${data}\\n\\n`));
       for (const piece of pieces) {
-        put(JSON.stringify({ choices: [{ delta: { content: piece }, tokens: [piece],
+        const delta = typeof piece === "string" ? { content: piece } : piece;
+        put(JSON.stringify({ choices: [{ delta, tokens: Object.values(delta),
           exit_layers: [LAYER ?? (made += 1) % 2 * 12], confidences: [null],
           finish_reason: null }] }));
       }
@@ -94,7 +95,7 @@ def page(opened: Page, address: str) -> Page:
 
 def fake(
     page: Page,
-    pieces: list[str],
+    pieces: list[Any],
     *,
     ends: bool = True,
     layer: int | None = 12,
@@ -148,6 +149,31 @@ def test_a_prompt_that_is_clicked_is_answered(page: Page, intent: eecore.Model) 
     assert "Answered" in page.run("document.getElementById('status').textContent")
     assert page.run("document.activeElement.id") == "prompt"
     assert page.said == []
+
+
+def test_a_thought_is_folded_and_goes_back(page: Page) -> None:
+    thought = [{"reasoning_content": "Which"}, {"reasoning_content": " <b>door?"}]
+    fake(page, [*thought, "one", " two"], layer=None)
+    ask(page, "hello")
+    answered(page)
+    assert page.run(f"{LAST}.querySelector('.thought').open") is False
+    assert text_of(page, ".thought summary") == "Thought"
+    assert page.run(f"{LAST}.querySelector('.thought div').textContent") == "Which <b>door?"
+    assert text_of(page, ".text") == "one two"
+    page.run("document.querySelector('.thought summary').click()")
+    assert text_of(page, ".thought div") == "Which <b>door?"
+    ask(page, "again")
+    answered(page)
+    remembered = page.run("asked.at(-1).messages.filter(m => m.reasoning_content).length")
+    assert remembered == page.run("Number(asked.at(-1).messages.length > 1)")
+    assert page.said == []
+
+
+def test_an_answer_without_a_thought_has_no_fold(page: Page) -> None:
+    fake(page, ["one"])
+    ask(page, "hello")
+    answered(page)
+    assert page.run(f"{LAST}.querySelector('.thought').hidden")
 
 
 @pytest.mark.parametrize("size", [PHONE, DESKTOP])

@@ -126,9 +126,13 @@ class Answer {
     this.box.setAttribute("aria-label", `Answer: ${label}`);
     if (isLane) this.box.append(element("h3", "", label));
     this.note = this.box.appendChild(element("p", "told"));
+    this.thought = this.box.appendChild(element("details", "thought"));
+    this.thought.append(element("summary"), element("div"));
+    this.thought.hidden = true;
     this.text = this.box.appendChild(element("div", "text"));
     this.told = this.box.appendChild(element("p", "told"));
     this.whole = "";
+    this.reasoning = "";
     this.tokens = []; // {end, layer, sure}: each token's end in the text
     this.pending = [];
   }
@@ -173,6 +177,10 @@ class Answer {
     (choice.tokens ?? []).forEach((token, i) => {
       this.pending.push({ token, layer: choice.exit_layers[i], sure: choice.confidences[i] });
     });
+    if (choice.delta.reasoning_content) {
+      this.reasoning += choice.delta.reasoning_content;
+      this.pending = []; // a thought has no colours
+    }
     // Text comes with its tokens or after them: a character may need several.
     let left = choice.delta.content ?? "";
     while (left && this.pending.length) {
@@ -192,6 +200,10 @@ class Answer {
     cancelAnimationFrame(this.drawing);
     this.drawing = null;
     const isBelow = isAtEnd();
+    const [summary, reasoning] = this.thought.children;
+    this.thought.hidden = !this.reasoning;
+    summary.textContent = this.whole ? "Thought" : "Thinking";
+    reasoning.textContent = this.reasoning;
     let next = 0; // the token of the next character
     const nodes = piecesOf(this.whole).flatMap(({ tag, from, to }) => {
       const inner = [];
@@ -302,7 +314,10 @@ async function send(text) {
   }
   // An unanswered message is dropped; nothing is added to a conversation that was left.
   if (state.running === control) {
-    if (answer.whole) state.messages.push(turn, { role: "assistant", content: answer.whole });
+    if (answer.whole) {
+      const { whole: content, reasoning: reasoning_content } = answer;
+      state.messages.push(turn, { role: "assistant", content, ...(reasoning_content && { reasoning_content }) });
+    }
     at("status").textContent = `Answered. ${answer.told.innerText}`;
     ready();
   }
