@@ -755,6 +755,48 @@ DECODING = (
 
 ENGINE = (
     Mutant(
+        "thought-closed-in-the-middle-of-a-sentence",
+        "python/eecore/planning/thoughts.py",
+        "(over >= 0 and is_end)",
+        "over >= 0",
+        "tests/planning/test_thinking_budgets.py",
+    ),
+    Mutant(
+        "thought-closed-too-late",
+        "python/eecore/planning/thoughts.py",
+        "over >= OVERTIME or",
+        "over > OVERTIME or",
+        "tests/planning/test_thinking_budgets.py",
+    ),
+    Mutant(
+        "answer-without-room",
+        "python/eecore/planning/thoughts.py",
+        "count >= self._max_thought or",
+        "",
+        "tests/planning/test_thinking_budgets.py",
+    ),
+    Mutant(
+        "guide-bound-to-the-thought",
+        "python/eecore/engine/intake.py",
+        "            after = self._after_thought(sequence, before, guided)\n",
+        "            after = guided\n",
+        "tests/planning/test_thinking_budgets.py",
+    ),
+    Mutant(
+        "guided-text-ends-within-its-thought",
+        "python/eecore/planning/thoughts.py",
+        "elif self._guided is not None or (place.was_forced and place.answer == place.num_tokens):",
+        "elif place.was_forced and place.answer == place.num_tokens:",
+        "tests/planning/test_thinking_budgets.py",
+    ),
+    Mutant(
+        "one-mask-for-all-drafts-of-a-thought",
+        "python/eecore/planning/thoughts.py",
+        "                place = self._after(place, drafts[row])\n",
+        "                pass\n",
+        "tests/planning/test_thinking_budgets.py",
+    ),
+    Mutant(
         "stop-string-across-tokens-missed",
         "python/eecore/engine/text.py",
         "search_from = max(0, len(before.text) - self._longest + 1)",

@@ -14,6 +14,7 @@ OPENS, CLOSES = 260, 261
 """The tokens <think> and </think>."""
 # Thoughts are a field or part of the content; those before the last question are left out.
 _HISTORY = """
+{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}
 {%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
 {%- endfor %}

@@ -183,6 +183,7 @@ class Driver:
     outputs: dict[str, Output] = field(default_factory=dict)
     given: dict[str, list[int]] = field(default_factory=dict)
     text: dict[str, str] = field(default_factory=dict)
+    thoughts: dict[str, str] = field(default_factory=dict)
     scores: dict[str, Any] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
     """Requests that may have ended without an output, in a call that raised."""
@@ -199,7 +200,7 @@ class Driver:
 
         assert self._called(call) == request_id
         assert request_id in self.engine.requests
-        self.given[request_id], self.text[request_id] = [], ""
+        self.given[request_id], self.text[request_id], self.thoughts[request_id] = [], "", ""
 
     def step(self) -> None:
         """Run a step; the requests' earlier tokens are not lost if the call raises."""
@@ -252,6 +253,7 @@ class Driver:
         assert name not in self.outputs, "tokens after the end"
         self.given[name] += step.token_ids
         self.text[name] += self._called(lambda: step.text)
+        self.thoughts[name] += self._called(lambda: step.thought)
         assert len(step.token_ids) == len(step.exit_layers) == len(step.confidences)
         if step.prompt_logprobs is not None:
             assert name not in self.scores, "a prompt was scored twice"
@@ -263,6 +265,7 @@ class Driver:
         elif step.output is not None:
             assert step.output.token_ids == self.given[name], "a token is lost, or came twice"
             assert (step.output.text or "") == self.text[name]
+            assert (step.output.thought or "") == self.thoughts[name]
             assert step.output.prompt_logprobs == self.scores.get(name)
             self.outputs[name] = step.output
 
@@ -274,6 +277,7 @@ def same(output: Output, expected: Output) -> bool:
     return (
         output.token_ids == expected.token_ids
         and output.text == expected.text
+        and output.thought == expected.thought
         and output.finish_reason == expected.finish_reason
         and output.prompt_logprobs == expected.prompt_logprobs
         and layers

@@ -467,8 +467,11 @@ class SamplingParams:
         ends_repetition: end a text, with ``finish_reason`` "length", whose last 512 tokens have at
             most 128 different sequences of 4 tokens. It is looked at whenever it has a multiple of
             64 tokens.
+        thinking_budget: tokens of the thought after which it is closed, at the next end of a
+            sentence or line, at most 32 tokens later; 0 closes it at once. ``max_tokens`` has room
+            for the answer all the same: a thought that leaves less than 16 tokens is closed sooner.
         guide: the form that the text must have; None for any text. Confidence and log-probabilities
-            are over the allowed tokens.
+            are over the allowed tokens. A thought before the answer is free.
     """
 
     # Temperatures and repetition penalties beyond these ranges overflow float32: logits become
@@ -493,6 +496,7 @@ class SamplingParams:
     guide: Annotated[Guide | None, instance(Guide)] = None
     prompt_logprobs: Annotated[int | None, whole()] = None
     ends_repetition: Annotated[bool, FLAG] = False
+    thinking_budget: Annotated[int | None, whole()] = None
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
 import eecore
+from command_line import REQUEST, error_of
+from eecore.cli.app import run
 from eecore.cli.depth import depth_style
 from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt
 from eecore.output import Output, Piece, StepOutput
@@ -96,3 +100,35 @@ def test_depths_are_those_of_the_shown_characters(
     streamed(shown, output)
     styles = [span.style for made in painted if made.plain == "It" for span in made.spans]
     assert styles == [depth_style(layer, 1, 4) for layer in output.exit_layers[-5:-3]]
+
+
+def test_a_budget_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    thinker = str(write_thinking_model(tmp_path / "model", ALWAYS))
+    options = ("-n", "40", "--ignore-eos", "--json", "-t", "0")
+    assert run(["generate", thinker, "a", *options, "--thinking-budget", "0"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["thought"] == ""
+    assert record["text"]
+    assert run(["generate", thinker, "a", *options, "--thinking-budget", "-1"]) == REQUEST
+    assert error_of(capsys.readouterr()).startswith("error: thinking_budget: expected None or")
+    assert run(["generate", model, "a", *options, "--thinking-budget", "4"]) == REQUEST
+    assert "expected a model with markers of thoughts" in error_of(capsys.readouterr())
+
+
+def test_a_chat_sends_thoughts_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thinker = str(write_thinking_model(tmp_path / "model", ALWAYS))
+    saved = tmp_path / "saved.json"
+    lines = f"a\n/save {saved}\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    options = ("-n", "50", "--ignore-eos", "--thinking-budget", "5", "--seed", "3")
+    assert run(["chat", thinker, *options]) == 0
+    answer = json.loads(saved.read_text())["messages"][-1]
+    assert answer["reasoning_content"]
+    assert answer["content"]
+    said = capsys.readouterr().out
+    assert said.startswith(f"<think>\n{answer['reasoning_content']}")
+    assert f"</think>\n\n{answer['content']}" in said

@@ -18,7 +18,7 @@ import eecore
 from eecore.output import Piece
 from eecore.serving.responses import read_response
 from servers import Asker, asker, assert_idle, listening, script
-from thinking_models import ALWAYS, CLOSES, HYBRID, QUESTION, WORDS, write_thinking_model
+from thinking_models import ALWAYS, CLOSES, HYBRID, OPENS, QUESTION, WORDS, write_thinking_model
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(of_openai.ResponseStreamEvent)
 PATH = "/v1/chat/completions"
@@ -37,7 +37,8 @@ PIECES = [
 
 
 def server_of(tmp: Any, name: str, template: str, **settings: Any) -> Asker:
-    directory = write_thinking_model(tmp.mktemp("thoughts") / name, template, **settings)
+    directory = tmp.mktemp("thoughts") / name
+    write_thinking_model(directory, template, max_position_embeddings=2048, **settings)
     return asker(eecore.load(directory, kv_cache_tokens=4096), tool_parser="hermes")
 
 
@@ -298,3 +299,112 @@ def test_markers_in_words(tmp_path_factory: pytest.TempPathFactory) -> None:
     server = server_of(tmp_path_factory, "words", WORDS, markers=False)
     message = chat(server, max_tokens=4).json()["choices"][0]["message"]
     assert "reasoning" not in message
+
+
+# Budgets
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"thinking_budget": 0},
+        {"thinking_token_budget": 0},
+        {"thinking_budget_tokens": 0},
+        {"reasoning_budget_tokens": 0},
+        {"chat_template_kwargs": {"thinking_budget": 0}},
+        {"thinking_budget": 0, "chat_template_kwargs": {"thinking_budget": 9}},
+    ],
+    ids=str,
+)
+def test_a_budget_by_the_names_of_other_servers(always: Asker, fields: dict[str, Any]) -> None:
+    body = chat(always, max_tokens=30, ignore_eos=True, **fields).json()
+    assert body.get("ignored_fields") is None
+    assert body["choices"][0]["message"]["content"]
+    assert "reasoning" not in body["choices"][0]["message"]
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "reasoning_budget_tokens"])
+def test_no_budget_is_minus_one_elsewhere(always: Asker, name: str) -> None:
+    fields = {"max_tokens": 12, "logit_bias": {str(CLOSES): -100}, "ignore_eos": True}
+    for path, prompt in ((PATH, {"messages": QUESTION}), ("/v1/completions", {"prompt": "a"})):
+        assert always.post(path, {**prompt, **fields, name: -1}).status_code == 200
+    assert chat(always, **fields, **{name: -1}).json()["choices"][0]["message"]["content"] is None
+
+
+def test_budgets_that_cannot_be(always: Asker, intent: eecore.Model) -> None:
+    for server, fields, said in (
+        (always, {"thinking_budget": -1}, "thinking_budget: expected None or a whole number, 0.."),
+        (always, {"thinking_budget": 1.5}, "thinking_budget: Input should be a valid integer"),
+        (always, {"thinking_budget": 3, "max_tokens": 4}, "max_tokens: expected at least 5 with"),
+        (asker(intent), {"thinking_budget": 3}, "thinking_budget: expected a model with markers"),
+    ):
+        answer = chat(server, **fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(said)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_format_binds_the_answer_alone(always: Asker, stream: bool, n: int) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 23]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    fields = {"response_format": form, "thinking_budget": 7, "max_tokens": 200, "n": n}
+    fields |= {"temperature": 1.0, "seed": 4, "stream": stream}
+    with listening(always.service) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        budget = {"thinking_budget": fields.pop("thinking_budget")}
+        made = client.chat.completions.create(
+            model=always.service.served.name, messages=QUESTION, extra_body=budget, **fields
+        )
+        said = [["", ""] for _ in range(n)]
+        for chunk in made if stream else [made]:
+            for choice in chunk.choices:
+                part = choice.delta if stream else choice.message
+                said[choice.index][0] += (part.model_extra or {}).get("reasoning") or ""
+                said[choice.index][1] += part.content or ""
+    for thought, answer in said:
+        assert thought
+        assert isinstance(json.loads(answer)["a"], int)
+
+
+def test_a_call_that_must_be_made_comes_after_the_thought(always: Asker) -> None:
+    door = {"type": "object", "properties": {"door": {"enum": [1, 2]}}, "required": ["door"]}
+    tools = [{"type": "function", "function": {"name": "lock", "parameters": door}}]
+    fields = {"tools": tools, "tool_choice": "required", "thinking_budget": 5}
+    (choice,) = chat(always, **fields, max_tokens=120).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning"]
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["door"] in (1, 2)
+
+
+def test_an_agent_of_three_turns_thinks_in_each(hybrid: Asker) -> None:
+    """With OpenAI's client, which sends its messages back as they are."""
+    door = {"type": "object", "properties": {"door": {"enum": [1, 2]}}, "required": ["door"]}
+    tools: Any = [{"type": "function", "function": {"name": "lock", "parameters": door}}]
+    messages: list[Any] = list(QUESTION)
+    extra = {"thinking_budget": 6, "logit_bias": {str(OPENS): 8}}
+    with listening(hybrid.service) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        for turn in range(3):
+            (choice,) = client.chat.completions.create(
+                model=hybrid.service.served.name,
+                messages=messages,
+                tools=tools,
+                tool_choice="required",
+                max_tokens=120,
+                temperature=1.0,
+                seed=turn,
+                extra_body=extra,
+            ).choices
+            message = choice.message
+            assert (message.model_extra or {}).get("reasoning_content")
+            assert message.tool_calls
+            messages.append(message.model_dump(exclude_none=True))
+            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
+            messages.append(result)
+    shown = rendered(hybrid, messages, tools=tools)
+    assert shown.count("</think>") == 3
+    messages += QUESTION  # a new question: earlier thoughts are left out
+    assert "</think>" not in rendered(hybrid, messages, tools=tools)

@@ -67,6 +67,7 @@ class SamplingOptions:
     frequency_penalty: float | None = _sampling("frequency_penalty")
     seed: int | None = _sampling("seed")
     stop: list[str] | None = option(None, "End before this string; may be repeated.")
+    thinking_budget: int | None = _sampling("thinking_budget")
     ignore_eos: bool = option(False, f"{help_of(SamplingParams, 'ignore_eos')}.")
 
     @property

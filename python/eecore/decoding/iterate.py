@@ -301,7 +301,9 @@ class Iterations:
 
     def _must_land(self, work: Work) -> bool:
         """Whether the next run of a row needs the outcome of the last one on the host."""
-        return work.is_prefill or work.sequence.sampling.guide is not None
+        sampling = work.sequence.sampling
+        is_guided = sampling.guide is not None or sampling.thinking_budget is not None
+        return work.is_prefill or is_guided
 
     def _launch(self, rows: list[Row]) -> Run:
         """Load rows that share a program, and run it."""

@@ -43,13 +43,17 @@ def needs_logits(sampling: SamplingParams) -> bool:
         or bool(sampling.biases)
         or bool(sampling.logprobs)
         or sampling.guide is not None
+        or sampling.thinking_budget is not None
     )
 
 
 def follows_text(sampling: SamplingParams) -> bool:
     """Whether a request's text so far changes its logits."""
     return (
-        sampling.repetition_penalty != 1.0 or sampling.counts_tokens or sampling.guide is not None
+        sampling.repetition_penalty != 1.0
+        or sampling.counts_tokens
+        or sampling.guide is not None
+        or sampling.thinking_budget is not None
     )
 
 

@@ -14,8 +14,9 @@ from eecore.exits import Exit
 from eecore.models import Network, Tokenizer
 from eecore.models.text.thinking import Thinking
 from eecore.planning.auto import best_exit_layers
-from eecore.planning.draft_state import draft_state
-from eecore.planning.guided import Guides
+from eecore.planning.draft_state import AnyGuided, draft_state
+from eecore.planning.guided import Guided, Guides
+from eecore.planning.thoughts import GuidedThought
 from eecore.scheduling.sequence import Sequence
 from eecore.values import as_index, shown
 
@@ -100,16 +101,38 @@ class Intake:
             eos_token_ids=frozenset(config.eos_token_ids),
             input_ids=input_ids,
         )
-        if sampling.guide is not None:
-            draft_state(sequence, config.exit_layers, self.guides.follow(sampling.guide))
+        before = prompt_ids if input_ids is None else []
+        guided = None if sampling.guide is None else self.guides.follow(sampling.guide)
+        if guided is not None or sampling.thinking_budget is not None:
+            after = self._after_thought(sequence, before, guided)
+            draft_state(sequence, config.exit_layers, after)
         if self._tokenizer is not None:
-            before = prompt_ids if input_ids is None else []
             sequence.text = TextStream(
                 self._tokenizer, before, sampling.stop, sequence.output_ids, self.thinking
             )
         if policy.wants_training(config.exit_layers) and self._network not in ASKED:
             self._ask_for_training(policy)
         return sequence
+
+    def _after_thought(
+        self, sequence: Sequence, prompt_ids: list[int], guided: Guided | None
+    ) -> AnyGuided | None:
+        """The guide of a text that may have a thought first; the guide alone where it has none."""
+        thinking, sampling = self.thinking, sequence.sampling
+        start = None if thinking is None else thinking.start(prompt_ids)
+        if thinking is None or start is None or self._tokenizer is None:
+            return guided
+        return GuidedThought(
+            self._tokenizer,
+            thinking,
+            start,
+            prompt_ids,
+            sampling.thinking_budget,
+            sampling.max_tokens,
+            sequence.stop_set | sequence.eos_token_ids,
+            guided,
+            self._network.config.vocab_size,
+        )
 
     def _ask_for_training(self, policy: Exit) -> None:
         """Warn once about a model that has no record of good exits."""
@@ -161,6 +184,17 @@ class Intake:
     def _check_sampling(self, sampling: SamplingParams) -> None:
         """Check the settings whose limits depend on the model."""
         vocab_size = self._network.config.vocab_size
+        if sampling.thinking_budget is not None:
+            if self.thinking is None:
+                raise RequestError(
+                    "thinking_budget: expected a model with markers of thoughts in its tokenizer "
+                    f"or chat template, got {sampling.thinking_budget} for one without"
+                )
+            if sampling.max_tokens <= (needed := self.thinking.max_closing):
+                raise RequestError(
+                    f"max_tokens: expected at least {needed + 1} with a thinking_budget, which "
+                    f"closing a thought and an answer take, got {sampling.max_tokens}"
+                )
         if sampling.stop and self._tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer for stop strings")
         for token, _ in sampling.biases[-1:]:

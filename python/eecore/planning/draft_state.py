@@ -11,7 +11,10 @@ from eecore.planning.ngrams import NgramIndex
 from eecore.planning.odds import Odds
 from eecore.planning.proposal import Ahead, Drafts
 from eecore.planning.route import GIVEN, Route, make_route
+from eecore.planning.thoughts import GuidedThought
 from eecore.scheduling.sequence import Sequence
+
+AnyGuided = Guided | GuidedThought
 
 
 @dataclass(slots=True)
@@ -19,8 +22,8 @@ class DraftState:
     """How one request decodes, and what one of its rounds keeps for the next."""
 
     route: Route
-    guided: Guided | None = None
-    """The request's progress through its guide."""
+    guided: AnyGuided | None = None
+    """The request's progress through its thought and its guide."""
     stop: AdaptiveDraftStop | None = None
     """The adaptive draft threshold of DraftAndVerify, updated by committed rounds."""
     ahead: Ahead | None = None
@@ -53,7 +56,9 @@ class DraftSource(Protocol):
         """Propose at most ``most`` drafts after a request's last token."""
 
 
-def draft_state(sequence: Sequence, exit_layers: range, guided: Guided | None = None) -> DraftState:
+def draft_state(
+    sequence: Sequence, exit_layers: range, guided: AnyGuided | None = None
+) -> DraftState:
     """The state of a request, made when it is first needed.
 
     Args:
@@ -74,8 +79,8 @@ def draft_state(sequence: Sequence, exit_layers: range, guided: Guided | None = 
     return state
 
 
-def guided_of(sequence: Sequence) -> Guided | None:
-    """The progress of a request through its guide, if it has one."""
+def guided_of(sequence: Sequence) -> AnyGuided | None:
+    """The progress of a request through its thought and its guide, if masks follow them."""
     state = sequence.draft
     return None if state is None else state.guided
 

@@ -205,6 +205,8 @@ def _settings(
         value = getattr(body, field.name, None)
         if field.name not in settings and value is not None:
             settings[field.name] = value
+    if isinstance(body, ChatRequest) and "thinking_budget" in (body.chat_template_kwargs or ()):
+        settings.setdefault("thinking_budget", (body.chat_template_kwargs or {})["thinking_budget"])
     if settings.get("top_k") == -1:
         settings["top_k"] = 0
     if settings.get("top_p") == 0:

@@ -34,6 +34,8 @@ SAME = (
     "guided_grammar grammar",
     "continue_final_message continue_",
     "enable_thinking think",
+    "thinking_budget thinking_token_budget thinking_budget_tokens reasoning_budget_tokens "
+    "reasoning_budget max_thinking_tokens",
 )
 """Names with one meaning. The first one that an endpoint has is its field."""
 INSTEAD = {

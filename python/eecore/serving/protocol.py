@@ -111,6 +111,9 @@ class AnswerRequest(Request):
     stop: str | list[str] | None = _setting("stop")
     stop_token_ids: list[int] | None = _setting("stop_token_ids")
     ignore_eos: bool | None = _setting("ignore_eos")
+    thinking_budget: int | None = _setting(
+        "thinking_budget", " Also the variable of that name in `chat_template_kwargs`."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(
         None, description="With `stream` only; a whole answer always has its usage."
@@ -308,7 +311,8 @@ def _read_others(
 
 def _set(request: Request, fields: list[str], name: str, value: Any) -> None:
     """Set the first of some fields, which mean the same as one that a request has."""
-    if value in ("", [], {}) or (value == -1 and not isinstance(request, CompletionRequest)):
+    is_limit = fields[0] == "thinking_budget" or not isinstance(request, CompletionRequest)
+    if value in ("", [], {}) or (value == -1 and is_limit):
         return  # nothing, or no limit
     for field in fields:
         if (own := getattr(request, field)) not in (None, value):

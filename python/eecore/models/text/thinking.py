@@ -146,6 +146,35 @@ class Thinking:
             part = Part.ANSWER if held else part
         return Reading(part), thought, held if part is Part.ANSWER else ""
 
+    def closing(self, *, at_line: bool) -> tuple[int, ...]:
+        """The tokens that close a thought, with the line ends around the marker.
+
+        Args:
+            at_line: whether the thought ends with a line end.
+        """
+        return self._closings[at_line]
+
+    @property
+    def max_closing(self) -> int:
+        """The maximum number of tokens that close a thought."""
+        return max(map(len, self._closings))
+
+    @cached_property
+    def after(self) -> tuple[int, ...]:
+        """The tokens of the line ends after a closing marker that is a token."""
+        closes, closing = self._ids[1], self._closings[0]
+        return closing[closing.index(closes) + 1 :] if closes in closing else ()
+
+    @cached_property
+    def _closings(self) -> list[tuple[int, ...]]:
+        """The tokens that close a thought within a line, and at the end of a line."""
+        made = []
+        for before, lead in (("a", "\n"), ("a\n", "")):
+            texts = before, f"{before}{lead}{self.markers[1]}{AFTER}"
+            known, both = (self._tokenizer.encode(t, add_special_tokens=False) for t in texts)
+            made.append(tuple(both[len(known) :]))
+        return made
+
     def spelled(self, text: str) -> str:
         """A part of a text, with the markers that are text of it as the tokenizer has them."""
         return text.translate(self._spelled) if self.shown else text

@@ -1,0 +1,202 @@
+"""Thoughts with a budget, and guides that begin after a thought.
+
+A thought that has reached its budget ends at the next end of a sentence or line: from there masks
+allow only the tokens that close it. All of this follows from the text alone, so that drafts,
+batches and preemptions do not change it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence as Ordered
+from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
+
+from eecore.models import IncrementalDecoder, Tokenizer
+from eecore.models.text.thinking import Part, Reading, Thinking
+from eecore.planning.guided import Array, Guided
+
+OVERTIME = 32
+"""Tokens after the budget in which the end of a sentence or line is awaited."""
+ANSWER_ROOM = 16
+"""Tokens that a budget leaves for the answer, where ``max_tokens`` has as many."""
+# The end of a sentence or line. A point after a digit may be within a number.
+ENDS = re.compile(r"\n\s*\Z|(?:(?<!\d)\.|[!?\u2026\u3002\uff01\uff1f])[\"'\u201d\u2019)\]*]*\s*\Z")
+TAIL = 16
+"""Last characters of a thought that :data:`ENDS` looks at."""
+
+
+class Place(NamedTuple):
+    """The thought after the first ``num_tokens`` tokens of a text."""
+
+    reading: Reading
+    decoder: IncrementalDecoder
+    num_tokens: int = 0
+    num_thought: int = 0
+    """Tokens after the opening marker."""
+    tail: str = ""
+    """The end of the thought's text."""
+    forced: tuple[int, ...] = ()
+    """The tokens that have to come next."""
+    was_forced: bool = False
+    """Whether the tokens before the answer were forced."""
+    answer: int | None = None
+    """Tokens before the answer, once it has begun."""
+
+
+class GuidedThought:
+    """The progress of one request through its thought, and through its guide after that.
+
+    Args:
+        start: the beginning of the text.
+        budget: tokens of the thought; None: no limit.
+        max_tokens: of the request.
+        stops: tokens that end the request.
+        guided: the beginning of the answer's guide; None: the answer is free.
+        vocab_size: number of the model's logits.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        thinking: Thinking,
+        start: Reading,
+        prompt_ids: Ordered[int],
+        budget: int | None,
+        max_tokens: int,
+        stops: frozenset[int],
+        guided: Guided | None,
+        vocab_size: int,
+    ) -> None:
+        self._thinking, self._budget, self._guided = thinking, budget, guided
+        self.num_words = -(-vocab_size // 32)
+        left = max_tokens - thinking.max_closing
+        self._max_thought = left - min(ANSWER_ROOM, (left + 1) // 2)
+        self._unstopped = np.full(self.num_words, -1, dtype=np.int32)
+        for token in stops:
+            if token < vocab_size:
+                self._unstopped.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+        decoder = tokenizer.incremental(prompt_ids, shown=thinking.shown)
+        self._start = self._planned(Place(start, decoder))
+        self._place, self._seen = self._start, list[int]()
+
+    def is_over(self, token_ids: list[int]) -> bool:
+        """Whether only the end of the text can follow these tokens."""
+        answer, guided = self._at(token_ids).answer, self._guided
+        return guided is not None and answer is not None and guided.is_over(token_ids[answer:])
+
+    def drafts(
+        self, token_ids: list[int], proposed: Ordered[int], most: int, stops: frozenset[int]
+    ) -> list[int]:
+        """The proposed tokens up to the first that is not allowed, then the tokens that are forced.
+
+        Args:
+            token_ids: tokens of the text so far.
+            proposed: proposed drafts.
+            most: maximum number of drafts to return.
+            stops: tokens that end the text, which are not drafted.
+        """
+        place, kept = self._at(token_ids), list[int]()
+        left = list(takewhile(lambda token: token not in stops, proposed[:most]))
+        is_beginning = place.reading.part is Part.BEGINNING
+        if self._guided is not None and is_beginning and left[:1] != [self._thinking.opening_id]:
+            return self._guided.drafts([], left, most, stops)
+        while len(kept) < most and (place.answer is None or self._guided is None):
+            if not left and not place.forced:
+                return kept
+            if place.forced and left[:1] != [place.forced[0]]:
+                left = []
+            token = left.pop(0) if left else place.forced[0]
+            kept.append(token)
+            place = self._after(place, token)
+        if self._guided is None or place.answer is None:
+            return kept
+        known = [*token_ids, *kept][place.answer :]
+        return kept + self._guided.drafts(known, left, most - len(kept), stops)
+
+    def write_masks(self, masks: Array, token_ids: list[int], drafts: Ordered[int]) -> None:
+        """Write the masks of allowed tokens after a text, and after each of its drafts.
+
+        Args:
+            masks: int32 [> num_drafts, num_words], of which the first rows are written.
+            token_ids: tokens of the text so far.
+            drafts: drafts from :meth:`drafts`.
+        """
+        place = self._at(token_ids)
+        for row in range(len(drafts) + 1):
+            if place.answer is not None and self._guided is not None:
+                known = [*token_ids, *drafts[:row]][place.answer :]
+                self._guided.write_masks(masks[row:], known, drafts[row:])
+                return
+            self._write_mask(masks[row], place)
+            if row < len(drafts):
+                place = self._after(place, drafts[row])
+
+    def _write_mask(self, mask: Array, place: Place) -> None:
+        """Write the mask of a place in the thought, or in a free answer."""
+        opening, words = self._thinking.opening_id, mask.view(np.uint32)
+        if place.forced:
+            mask[:] = 0
+            words[place.forced[0] // 32] = 1 << place.forced[0] % 32
+        elif self._guided is not None and place.reading.part is Part.BEGINNING:
+            self._guided.write_masks(mask[None], [], ())
+            if opening is not None:
+                words[opening // 32] |= np.uint32(1 << opening % 32)
+        elif self._guided is not None or (place.was_forced and place.answer == place.num_tokens):
+            mask[:] = self._unstopped  # the answer is not empty
+        else:
+            mask[:] = -1
+
+    def _at(self, token_ids: list[int]) -> Place:
+        """The place after these tokens; once the answer has begun, the place where it did."""
+        if token_ids[: len(self._seen)] != self._seen:
+            self._place, self._seen = self._start, []
+        for token in token_ids[len(self._seen) :]:
+            if self._place.answer is not None and self._place.answer < self._place.num_tokens:
+                break
+            self._place = self._after(self._place, token)
+            self._seen.append(token)
+        return self._place
+
+    def _after(self, place: Place, token: int) -> Place:
+        """The place after one more token."""
+        count = place.num_tokens + 1
+        if place.answer is not None:
+            return place._replace(num_tokens=count)
+        decoder = place.decoder.copy()
+        text = decoder.add(token)
+        reading, thought, _ = self._thinking.read(place.reading, text)
+        if self._guided is not None and reading.part is Part.BEGINNING:
+            reading = Reading(Part.ANSWER)  # a guided answer begins with its first token
+        was_in = place.reading.part in (Part.OPENED, Part.THOUGHT)
+        made = place._replace(
+            reading=reading,
+            decoder=decoder,
+            num_tokens=count,
+            num_thought=place.num_thought + was_in,
+            tail="" if thought is None else (place.tail + text)[-TAIL:] if was_in else "",
+            forced=place.forced[1:],
+        )
+        if place.reading.part is Part.BEGINNING and reading.part is Part.ANSWER:
+            return made._replace(answer=0)  # there is no thought
+        return made if made.forced else self._planned(made)
+
+    def _planned(self, place: Place) -> Place:
+        """The place with the tokens that have to come next, or the beginning of the answer."""
+        part, count, budget = place.reading.part, place.num_tokens, self._budget
+        if part in (Part.OPENED, Part.THOUGHT):
+            if budget is None:
+                return place
+            over = place.num_thought - budget
+            is_end = budget == 0 or over >= OVERTIME or bool(ENDS.search(place.tail))
+            if count >= self._max_thought or (over >= 0 and is_end):
+                closing = self._thinking.closing(at_line=place.tail.endswith("\n"))
+                return place._replace(forced=closing, was_forced=True)
+        elif part in (Part.CLOSED, Part.ANSWER):
+            after = self._thinking.after
+            if self._guided is not None and part is Part.CLOSED and not place.was_forced and after:
+                return place._replace(forced=after, was_forced=True)
+            return place._replace(answer=count)
+        return place
