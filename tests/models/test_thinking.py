@@ -48,6 +48,12 @@ def test_markers_are_found_in_the_tokenizer_or_the_template(tmp_path: Path) -> N
         (HYBRID, {"enable_thinking": False}, None),
         (HYBRID, {"add_generation_prompt": False}, None),
         (ALWAYS, {}, Part.OPENED),
+        (ALWAYS + "</think>", {}, None),
+        (
+            ALWAYS + "{{ '</think>' if not enable_thinking }}",
+            {"enable_thinking": True},
+            Part.OPENED,
+        ),
         (WORDS, {}, Part.BEGINNING),
     ],
 )

@@ -98,10 +98,19 @@ class Thinking:
         """The beginning of the text after a prompt; None where the text can have no thought.
 
         It can where the prompt ends with an open thought, and where it asks for an answer as the
-        chat template does.
+        chat template does, unless it closes a thought. What a user writes is not at the end of a
+        prompt: tokens of the template follow it.
         """
-        if self._leaves_open(prompt_ids):
-            return Reading(Part.OPENED)
+        last: str | None
+        if self.shown:
+            added = self._tokenizer.added_ids
+            token = next((token for token in reversed(prompt_ids) if token in added), None)
+            last = None if token is None else self.shown.get(token)
+        else:
+            text = self._tokenizer.decode(prompt_ids[-MAX_OPENING:]).rstrip()
+            last = next((each for each in self.markers if text.endswith(each)), None)
+        if last is not None:
+            return Reading(Part.OPENED) if last == self._opens else None
         turn = self._turn
         asks = bool(turn) and list(prompt_ids[-len(turn) :]) == turn
         return Reading(Part.BEGINNING) if asks else None
@@ -189,17 +198,6 @@ class Thinking:
             return self._closes in self._tokenizer.decode(token_ids[:count])
 
         return bisect_left(range(len(token_ids)), True, key=is_closed)
-
-    def _leaves_open(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends within a thought. What a user writes is not at the end: tokens of
-        the template follow it.
-        """
-        if not self.shown:
-            text = self._tokenizer.decode(prompt_ids[-MAX_OPENING:])
-            return text.rstrip().endswith(self._opens)
-        added = self._tokenizer.added_ids
-        last = next((token for token in reversed(prompt_ids) if token in added), None)
-        return last is not None and last == self.opening_id
 
     @cached_property
     def _turn(self) -> list[int]:
