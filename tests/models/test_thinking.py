@@ -58,19 +58,19 @@ def test_markers_are_found_in_the_tokenizer_or_the_template(tmp_path: Path) -> N
     ],
 )
 @pytest.mark.parametrize("markers", [True, False])
-@pytest.mark.parametrize("question", ["Why?", "What is <think>?", "Is </think> a token?"])
 def test_a_thought_can_come_where_the_prompt_asks_for_an_answer(
     tmp_path: Path,
     template: str,
     variables: dict[str, Any],
     part: Part | None,
     markers: bool,
-    question: str,
 ) -> None:
     tokenizer = tokenizer_of(tmp_path / "model", template, markers=markers)
     thinking = Thinking.of(tokenizer)
     assert thinking is not None
-    if template != WORDS or not markers:
+    if template == WORDS and markers:
+        return  # its markers are tokens then
+    for question in ("Why?", "What is <think>?", "Is </think> a token?"):
         prompt = tokenizer.encode_chat([{"role": "user", "content": question}], **variables)
         reading = thinking.start(prompt)
         assert (None if reading is None else reading.part) == part
