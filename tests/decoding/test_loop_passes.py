@@ -13,6 +13,7 @@ from devices import cpu_only, engine_of
 from eecore import ConfidentExit, EngineConfig, FixedExit, Full, Output, SamplingParams
 from eecore.decoding.loop_step import LoopStep
 from looped_models import ENDS, LOOPS, PROMPTS, write_looped
+from tripwire import Fault
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("one_thread")]
 
@@ -121,7 +122,7 @@ def test_a_pass_that_fails_is_run_again_for_each_row(
     def fail(self: LoopStep, *given: Any) -> Any:
         if not failed:
             failed.append("once")
-            raise RuntimeError("outcomes")
+            raise Fault("outcomes")
         return outcomes(self, *given)
 
     monkeypatch.setattr(LoopStep, "outcomes", fail)
