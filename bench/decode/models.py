@@ -177,24 +177,66 @@ LLAMA_1B = {
 """The sizes of Llama-3.2-1B."""
 
 
-def make_random_gguf(file: Path) -> Path:
-    """Write random blocks of the formats that Q4_K_M has, in the sizes of Llama-3.2-1B."""
+OURO = {
+    **RANDOM_LLAMA,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "vocab_size": 49152,
+    "num_loops": 4,
+    "tie_word_embeddings": False,
+}
+"""The sizes of Ouro-1.4B, without its second pair of norms and its gate."""
+
+NANBEIGE = {
+    **OURO,
+    "hidden_size": 3072,
+    "intermediate_size": 10496,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "vocab_size": 166144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 7e7},
+    "num_loops": 2,
+}
+"""The sizes of Nanbeige4.2-3B, with the MLPs of Nanbeige4.1-3B."""
+
+
+def make_random_gguf(file: Path, config: dict[str, Any] = LLAMA_1B, matrices: str = "Q4_K") -> Path:
+    """Write random blocks: of the formats that Q4_K_M has, or all Q8_0.
+
+    Args:
+        config: a Llama's sizes, with ``num_loops`` those of a Nanbeige.
+        matrices: Q4_K or Q8_0.
+    """
     import gguf
     import numpy as np
 
     from tests.packed_blocks import random_blocks
 
-    writer, named = gguf.GGUFWriter(file, "llama"), named_by_gguf(LLAMA_1B)
-    add_settings(writer, LLAMA_1B)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
+    is_looped, is_mixed = "num_loops" in config, matrices == "Q4_K"
+    writer = gguf.GGUFWriter(file, "nanbeige" if is_looped else "llama")
+    named = named_by_gguf(config)
+    add_settings(writer, config)
+    if is_looped:
+        writer.add_uint32("nanbeige.num_loops", config["num_loops"])
+        writer.add_bool("nanbeige.skip_loop_final_norm", False)
+    writer.add_file_type(gguf.LlamaFileType["MOSTLY_Q4_K_M" if is_mixed else "MOSTLY_Q8_0"])
     writer.add_tokenizer_model("none")
-    for name, shape in weight_shapes(LLAMA_1B).items():
+    shapes = weight_shapes(config)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    for name, shape in shapes.items():
         if len(shape) == 1:
             writer.add_tensor(named(name), np.ones(shape, np.float32))
             continue
-        number = name.split(".")[2]
-        odd_wide = ("v_proj" in name or "down_proj" in name) and int(number) % 2
-        kind = "Q6_K" if odd_wide or "embed" in name else "Q4_K"
+        is_wide = "embed" in name or "lm_head" in name
+        if "v_proj" in name or "down_proj" in name:
+            is_wide = int(name.split(".")[2]) % 2 == 1
+        kind = "Q6_K" if is_mixed and is_wide else matrices
         blocks = random_blocks(kind, *shape, size=shape[1] ** -0.5).numpy()
         writer.add_tensor(named(name), blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
     write(writer)

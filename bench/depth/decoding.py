@@ -30,9 +30,11 @@ class Decoding:
         batches: Sequence[Sequence[list[int]]],
         policy: eecore.exits.Exit,
         steps: int,
+        temperature: float = 0.0,
     ) -> None:
         self._batches, self._policy, self._steps = batches, policy, steps
         self._rows = len(batches[0])
+        self._temperature = temperature
         # Enough tokens that no request finishes or drafts less before the last step.
         self._room = 1 + (steps + 1) * (policy.max_drafts + 1)
         prompt = max(len(prompt) for batch in batches for prompt in batch)
@@ -52,7 +54,9 @@ class Decoding:
 
     def _decode(self, batch: Sequence[list[int]]) -> list[Step]:
         engine = self._engine
-        sampling = eecore.SamplingParams(max_tokens=self._room, ignore_eos=True)
+        sampling = eecore.SamplingParams(
+            max_tokens=self._room, ignore_eos=True, temperature=self._temperature, seed=0
+        )
         ids = {engine.add_request(p, exit=self._policy, sampling=sampling) for p in batch}
         waiting = set(ids)
         while waiting:

@@ -1,207 +1,220 @@
-"""A looped intent model (Ouro) by loop and by threshold of its gate: exact match, loops run, speed.
+"""Looped models: full depth, and exits in which each row is in a loop of its own.
 
-python -m bench loops --model DIRECTORY
+python -m bench loops                     random weights in the shapes of Ouro and Nanbeige
+python -m bench loops --model DIRECTORY   and a looped intent model with its gate
 
-The model is made by scripts/intents/train_intents.py ``--loops``, its gate by ``eecore train
---loss gate``. Exact match is over whole parses; speed is of decoding steps, all modes in turns.
-Efficiency is what a step should take over what it takes: at a batch of 1 the same model cut at the
-mean depth, at more each loop for the rows that are still there, with nothing for gate and fills.
-``--beside`` times another model in the same rounds: *beside* is how many times as fast a mode is as
-the fastest of the other model's modes with as many parses right.
-Writes bench/results/loops.json and its table in bench/results.
+Random models exit by a random classifier, which stops about half of the rows after each loop but
+the last; sampled tokens, all modes of a batch in turns. *In step* are the same exits with all
+rows in the same loop, as engines run them that do not mix loops. *Of what loops allow* is the
+speed-up over that by the mean number of loops. Nanbeige's full depth is also timed beside
+llama.cpp, on the same file. The intent model is made by scripts/intents/train_intents.py
+``--loops``, its gate by ``eecore train --loss gate``; exact match is over whole parses. Writes
+bench/results/loops.json and its table in bench/results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import torch
 
 import eecore
+from bench.decode import gguf
+from bench.decode.models import NANBEIGE, OURO, make_random_gguf
 from bench.depth.decoding import Decoding
-from bench.depth.predictions import Costs, Line
+from bench.harness import peers
 from bench.harness.command import parser, say
-from bench.harness.exits import calibrated_policies
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
-from bench.harness.rows import Cell, Row, cell_of, table_of
+from bench.harness.rows import Row, table_of
 from bench.harness.turns import batches_of
 from bench.harness.utterances import DATA, LONGEST_PARSE, utterances
-from eecore.models import model_digest
+from eecore import ConfidentExit, ExitClassifier, Full
+from eecore.calibration.exit_scores import Scored, forced_states
+from eecore.decoding import iterate
+from eecore.exits import Exit
+from eecore.models import LlamaModel
 
-THRESHOLDS = (0.9, 0.8, 0.6, 0.5, 0.3)
-GROUPS = 8  # timed batches of each size
-STEPS = 12  # timed steps of each batch; most parses are longer
-BESIDE = (
-    "*Beside* is how many times as fast a mode is as the fastest mode, with as many parses right, "
-    "of the other model:"
-)
+SHAPES = {"Ouro-1.4B": OURO, "Nanbeige4.2-3B": NANBEIGE}
+FORMATS = {"Q4_K": "Q4_K", "int8": "Q8_0"}
+THRESHOLDS = (0.9, 0.6, 0.3)
+STEPS = 12  # timed steps of each batch at full depth
+GROUPS = 4  # timed batches of the intent model
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A policy, and whether its rows are kept in the same loop."""
+
+    name: str
+    policy: Exit
+    in_step: bool = False
+
+
+@contextmanager
+def kept_in_step(is_asked: bool) -> Iterator[None]:
+    """A context in which no row of a looped model is in another loop than others, if asked."""
+    if not is_asked:
+        yield
+        return
+    with mock.patch.object(iterate, "goes_by_loops", return_value=False):
+        yield
+
+
+def coin(model: eecore.Model) -> ConfidentExit:
+    """An exit after about every other loop, by the sign of a random sum of the state."""
+    assert isinstance(model.network, LlamaModel)
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, model.config.vocab_size, (64,), generator=draw).tolist()
+    ends = model.config.exit_layers[:-1]
+    states = [s for _, _, s in forced_states(model.network, Scored(tokens), ends)]
+    weight = torch.randn(2, model.config.hidden_size, generator=draw)
+    stay, leave = (torch.cat(states).float() @ weight.T).unbind(1)
+    bias = torch.stack([(leave - stay).median(), torch.tensor(0.0)])
+    return ConfidentExit(0.5, "classifier", classifier=ExitClassifier(weight, bias))
+
+
+def timed(
+    model: eecore.Model,
+    groups: Sequence[list[list[int]]],
+    modes: Sequence[Mode],
+    rounds: int,
+    temperature: float = 0.0,
+) -> list[Row]:
+    """A row for each mode, which take turns; the first one is full depth."""
+    config = model.config
+    runs = []
+    for mode in modes:
+        # A step of rows in different loops is one loop, others are all loops of a token.
+        steps = STEPS * (1 if mode.in_step or mode is modes[0] else config.num_loops)
+        runs.append(Decoding(model, groups, mode.policy, steps, temperature))
+    for _ in range(rounds):
+        for mode, run in zip(modes, runs, strict=True):
+            with kept_in_step(mode.in_step):
+                run.round()
+    rows, full = [], runs[0].token_ms
+    in_step = {id(m.policy): r.token_ms for m, r in zip(modes, runs, strict=True) if m.in_step}
+    for mode, run in zip(modes, runs, strict=True):
+        layers = [layer for step in run.exits for layer in step]
+        loops = sum(layers) / len(layers) / config.exit_layers.step
+        speed_up = full / run.token_ms
+        row = {"mode": mode.name, "batch": len(groups[0]), "loops": loops, "speed_up": speed_up}
+        row["tokens_per_s"] = 1e3 * len(groups[0]) / run.token_ms
+        row["allowed"] = speed_up * loops / config.num_loops
+        row["over_step"] = in_step.get(id(mode.policy), full) / run.token_ms
+        rows.append(row)
+    return rows
+
+
+def of_shape(
+    name: str, weights: str, threads: Sequence[int], batches: Sequence[int], rounds: int
+) -> list[Row]:
+    """The rows of a random model, beside llama.cpp where it knows the family."""
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        file = make_random_gguf(Path(scratch) / "looped.gguf", SHAPES[name], FORMATS[weights])
+        model = eecore.load(file, device="cpu", kv_cache_tokens=256, prefix_cache=False)
+        exits = coin(model)
+        modes = [Mode("full depth", Full()), Mode("exits", exits), Mode("in step", exits, True)]
+        for count in threads:
+            torch.set_num_threads(count)
+            for batch in batches:
+                prompts = [[3 + row] for row in range(batch)]
+                for row in timed(model, [prompts], modes, rounds, temperature=1.0):
+                    own = {"model": f"{name}'s shape", "weights": weights, "threads": count}
+                    rows.append({**own, **row})
+                    say(rows[-1])
+        del model
+        if weights == "Q4_K" and name.startswith("Nanbeige"):
+            beside = gguf.rows_of(file, 1, [b for b in batches if b <= 8], 8, rounds)
+            ratios = {("full depth", 1, row["batch"]): row["ratio"] for row in beside}
+            for row in rows:
+                row["peer"] = ratios.get((row["mode"], row["threads"], row["batch"]))
+    return rows
+
+
+def of_intent(
+    directory: Path, data: Path, count: int, batches: Sequence[int], rounds: int
+) -> list[Row]:
+    """The rows of a trained model on one thread, with exact match."""
+    records = utterances(count, data)
+    model = eecore.load(
+        directory, device="cpu", prefix_cache=False, dtype="float32", kv_cache_tokens=16384
+    )
+    assert model.tokenizer is not None
+    modes = [Mode("full depth", Full())]
+    for threshold in THRESHOLDS:
+        policy = ConfidentExit(threshold, "gate")
+        modes += [Mode(f"gate {threshold:g}", policy), Mode("in step", policy, in_step=True)]
+    texts = [record["input"] for record in records]
+    right = {}
+    for mode in modes:
+        outputs = eecore.generate(model, texts, exit=mode.policy, max_tokens=LONGEST_PARSE)
+        same = (out.text == r["target"] for out, r in zip(outputs, records, strict=True))
+        right[mode.name] = sum(same) / len(records)
+    prompts = [model.tokenizer.encode(text) for text in texts]
+    rows = []
+    torch.set_num_threads(1)
+    for batch in batches:
+        groups = batches_of(prompts[: batch * GROUPS], batch)
+        for row in timed(model, groups, modes, rounds):
+            own = {"model": "intent", "weights": "float32", "threads": 1}
+            rows.append({**own, **row, "exact": right[row["mode"]]})
+            say(rows[-1])
+    return rows
 
 
 def table(figures: Figures) -> str:
-    """A line for each mode, and for each mode of the other model."""
-    batches, others = figures["batches"], figures.get("beside", [])
+    """A line for each mode at each batch size."""
 
-    def beside(row: Row, batch: str) -> str:
-        good = [each for each in others if each["exact_match"] >= row["exact_match"]]
-        fastest = min((each["timed"][batch]["token_ms"] for each in good), default=None)
-        return "" if fastest is None else f"{fastest / row['timed'][batch]['token_ms']:.2f}x"
+    def optional(name: str, form: str) -> Any:
+        return lambda row: "" if row.get(name) is None else form.format(row[name])
 
-    names: list[tuple[str, Cell]] = [("mode", "`{mode}`"), ("exact match", "{exact_match:.1%}")]
-    columns, own = [*names, ("loops a token", "{mean_loops:.2f}")], [*names]
-    own.append(("layers a token", "{mean_layers:.2f}"))
-    for batch in map(str, batches):
-
-        def timed(form: str, batch: str = batch) -> Cell:
-            return lambda row: cell_of(form, row["timed"][batch])
-
-        own.append((f"batch {batch}, ms", timed("{token_ms:.3f}")))
-        columns += [own[-1], ("speed-up", timed("{speed_up:.2f}x"))]
-        columns.append(("efficiency", timed("{efficiency:.0%}")))
-        if others:
-            columns.append(("beside", lambda row, batch=batch: beside(row, batch)))
+    columns = [
+        ("model", "{model}"),
+        ("weights", "{weights}"),
+        ("threads", "{threads}"),
+        ("batch", "{batch}"),
+        ("mode", "{mode}"),
+        ("loops a token", "{loops:.2f}"),
+        ("tokens/s", "{tokens_per_s:.1f}"),
+        ("over full depth", "{speed_up:.2f}x"),
+        ("of what loops allow", "{allowed:.0%}"),
+        ("over in step", "{over_step:.2f}x"),
+        ("beside llama.cpp", optional("peer", "{:.2f}x")),
+        ("exact match", optional("exact", "{:.1%}")),
+    ]
     about = (
-        "Efficiency: the time of the same model cut at the mean depth, in a batch of each loop's "
-        f"rows, over the time of a step. {figures['utterances']} held-out utterances, "
-        f"{figures['dtype']}, {figures['threads']} thread(s), {in_words(figures)}. "
+        f"llama.cpp: {figures['llama_cpp']}. {figures['rounds']} rounds, {in_words(figures)}. "
         "`python -m bench loops`"
     )
-    tables = [table_of(columns, figures["modes"])]
-    return "\n\n".join([*tables, *([BESIDE, table_of(own, others)] if others else ()), about])
+    return f"{table_of(columns, figures['rows'])}\n\n{about}"
 
 
-REPORTS = (Report("loops", {"loops": table}, {"modes": ("mode",), "beside": ("mode",)}),)
-
-
-class Mode(NamedTuple):
-    """A model under an exit policy."""
-
-    model: eecore.Model
-    policy: eecore.exits.Exit
-
-
-def modes_of(directory: Path) -> dict[str, Mode]:
-    """Full depth, each exit as the last one, the gate of a looped model, calibrated thresholds
-    that let rows exit at all, and drafts by the first loop or a quarter of the layers.
-    """
-    model = eecore.load(
-        directory, device="cpu", prefix_cache=False, dtype="float32", kv_cache_tokens=8192
-    )
-    exit_layers = model.config.exit_layers
-    found: dict[str, eecore.exits.Exit] = {"Full()": eecore.Full()}
-    found |= {f"FixedExit({layer})": eecore.FixedExit(layer) for layer in exit_layers[:-1]}
-    is_looped = exit_layers.step > 1
-    if is_looped:
-        found |= {f"gate {t:g}": eecore.ConfidentExit(t, "gate") for t in THRESHOLDS}
-    for measure, policy in calibrated_policies(directory).items():
-        if policy.threshold < 1:
-            found[f"{measure} {policy.threshold:g}, calibrated"] = policy
-    first = exit_layers[0] if is_looped else exit_layers[(len(exit_layers) - 1) // 4]
-    drafts = 4 if is_looped else 6
-    found[f"SelfSpeculative({first}, {drafts})"] = eecore.SelfSpeculative(first, drafts)
-    return {name: Mode(model, policy) for name, policy in found.items()}
-
-
-def quality(mode: Mode, records: Sequence[dict[str, str]]) -> tuple[float, float]:
-    """Exact match, and layers run a token after the first."""
-    outputs = eecore.generate(
-        mode.model,
-        [record["input"] for record in records],
-        exit=mode.policy,
-        max_tokens=LONGEST_PARSE,
-    )
-    right = sum(out.text == record["target"] for out, record in zip(outputs, records, strict=True))
-    ran = sum(out.stats.layers_run for out in outputs)
-    tokens = sum(max(len(out.token_ids) - 1, 0) for out in outputs)
-    return right / len(records), ran / tokens
-
-
-class Timed:
-    """All modes at all batch sizes, and the fixed depths that their times are predicted from."""
-
-    def __init__(
-        self, records: Sequence[dict[str, str]], modes: dict[str, Mode], batches: Sequence[int]
-    ) -> None:
-        model = modes["Full()"].model
-        self._exits, self._modes = model.config.exit_layers, modes
-        assert model.tokenizer is not None
-        prompts = [model.tokenizer.encode(record["input"]) for record in records]
-        self.runs: dict[tuple[int, str], Decoding] = {}
-        for rows in sorted({1, 2, 4, *batches}):
-            groups = batches_of(prompts[: rows * GROUPS], rows)
-            for name, (_, policy) in modes.items():
-                is_cut = isinstance(policy, (eecore.Full, eecore.FixedExit))
-                if rows in batches or (is_cut and rows < max(batches)):
-                    self.runs[rows, name] = Decoding(model, groups, policy, STEPS)
-
-    def figures(self, rows: int, name: str) -> dict[str, float | None]:
-        """The measurements of a mode at a batch size."""
-        run, full = self.runs[rows, name], self.runs[rows, "Full()"]
-        efficiency = None
-        if isinstance(self._modes[name].policy, eecore.ConfidentExit):
-            costs = self._costs()
-            ideal = costs.cut if rows == 1 else costs.present
-            efficiency = round(ideal(run.exits, lambda _: 0.0) / run.step_ms, 3)
-        return {
-            "token_ms": round(run.token_ms, 4),
-            "speed_up": round(full.token_ms / run.token_ms, 3),
-            "efficiency": efficiency,
-        }
-
-    def _costs(self) -> Costs:
-        names = {f"FixedExit({layer})": layer for layer in self._exits[:-1]}
-        names["Full()"] = self._exits[-1]
-        lines = {
-            rows: Line.through({e: self.runs[rows, name].step_ms for name, e in names.items()})
-            for rows in {rows for rows, _ in self.runs}
-        }
-        return Costs(self._exits[-1], lines, {})
-
-
-def run(arguments: Any) -> Figures:
-    """All figures."""
-    records = utterances(arguments.count, arguments.data)
-    modes = {"modes": modes_of(arguments.model)}
-    if arguments.beside is not None:
-        modes["beside"] = modes_of(arguments.beside)
-    timed = {name: Timed(records, own, arguments.batches) for name, own in modes.items()}
-    for number in range(arguments.rounds):
-        for each in timed.values():
-            for decoding in each.runs.values():
-                decoding.round()
-        say(f"round {number + 1} of {arguments.rounds}")
-    config = modes["modes"]["Full()"].model.config
-    rows: dict[str, list[Figures]] = {}
-    for kind, own in modes.items():
-        rows[kind] = []
-        for name, mode in own.items():
-            exact, layers = quality(mode, records)
-            figures = {str(b): timed[kind].figures(b, name) for b in arguments.batches}
-            depth = {"mean_layers": layers, "mean_loops": layers / config.exit_layers.step}
-            rows[kind].append({"mode": name, "exact_match": exact, **depth, "timed": figures})
-            say(f"{name}: {exact:.1%}, {layers:.2f} layers")
-    return {
-        **machine(),
-        "threads": arguments.threads,
-        "model_sha256": model_digest(arguments.model),
-        "num_layers": config.num_layers,
-        "num_loops": config.num_loops,
-        "dtype": "float32",
-        "utterances": len(records),
-        "rounds": arguments.rounds,
-        "batches": list(arguments.batches),
-        **rows,
-    }
+REPORTS = (Report("loops", {"loops": table}),)
 
 
 def main(words: Sequence[str]) -> None:
-    made = parser("loops", __doc__, batches=(1, 8), rounds=5, threads=1)
-    made.add_argument("--model", type=Path, required=True, help="a directory")
-    made.add_argument("--beside", type=Path, help="a directory of another model")
+    made = parser("loops", __doc__, batches=(1, 8, 32), rounds=3)
+    made.add_argument("--threads", type=int, nargs="+", default=[1, 2], metavar="N")
+    made.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    made.add_argument("--weights", nargs="+", choices=FORMATS, default=list(FORMATS))
+    made.add_argument("--model", type=Path, help="a directory")
     made.add_argument("--data", type=Path, default=DATA, help="made where it is missing")
-    made.add_argument("--count", type=int, default=1000, help="utterances")
+    made.add_argument("--count", type=int, default=300, help="utterances")
     arguments = made.parse_args(words)
-    torch.set_num_threads(arguments.threads)
-    REPORTS[0].finish(run(arguments), arguments)
+    batches, rounds = arguments.batches, arguments.rounds
+    rows: list[Row] = []
+    if arguments.model is not None:
+        rows += of_intent(arguments.model, arguments.data, arguments.count, batches, rounds)
+    for name in arguments.shapes:
+        for weights in arguments.weights:
+            rows += of_shape(name, weights, arguments.threads, batches, rounds)
+    result = {**machine(), "llama_cpp": peers.LLAMA_CPP, "rounds": rounds, "rows": rows}
+    REPORTS[0].finish(result, arguments)

@@ -34,7 +34,7 @@ SMALLEST = {
     "auto": f"{ONE} --weights float32 --count 2",
     "replay": f"{ANSWERS} --batches 1 --weights int8 --kinds code",
     "intents": f"{SHORT} --data {{folder}} --count 2 --chunk 1 --skip-peers",
-    "loops": f"{ONE} --model {{folder}}/looped --data {{folder}} --count 16",
+    "loops": f"{ONE} --model {{folder}}/looped --data {{folder}} --count 16 --shapes",
     "calm": f"{SHORT} --data {{folder}}/test.jsonl {{folder}}/t5 --max-tokens 4",
     "weights": "--dry-run --cache --tokens 64 --max-tokens 4",
     "transformers": f"{ONE} --count 2",
