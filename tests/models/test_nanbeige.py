@@ -30,7 +30,8 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.cli.app import run
-from eecore.models import load_model
+from eecore.config import ModelConfig
+from eecore.models import KVCache, load_model, read_config
 from looped_models import outputs, tokens, write_nanbeige
 from tiny_gguf import write_gguf
 from tiny_models import random_prompts
@@ -251,6 +252,45 @@ def test_lossless_modes_keep_the_text(weights: str | None, written: Any, tmp_pat
     sampling = eecore.SamplingParams(max_tokens=24, ignore_eos=True)
     mixed = eecore.generate(model, PROMPTS, exit=policies[:4], sampling=sampling)
     assert [out.token_ids for out in mixed] == expected
+
+
+RELEASE = {
+    "architectures": ["NanbeigeForCausalLM"],
+    "model_type": "nanbeige",
+    "vocab_size": 166144,
+    "hidden_size": 3072,
+    "intermediate_size": 10752,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "kv_channels": 128,
+    "max_position_embeddings": 262144,
+    "rope_theta": 70000000,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-05,
+    "num_loops": 2,
+    "loop_loss_weights": [],
+    "skip_loop_final_norm": False,
+    "pretraining_tp": 1,
+    "bos_token_id": 166100,
+    "eos_token_id": 166101,
+    "torch_dtype": "bfloat16",
+}
+"""The sizes and switches of Nanbeige4.2-3B."""
+
+
+def test_the_release_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RELEASE))
+    config = read_config(tmp_path)
+    assert isinstance(config, ModelConfig)
+    assert (config.num_loops, config.stack_size, list(config.exit_layers)) == (2, 22, [22, 44])
+    assert (config.q_size, config.kv_size, config.gate_threshold) == (6144, 1024, None)
+    assert config.ropes[0].theta == 7e7
+    layer = 3072 * (2 * 6144 + 2 * 1024 + 3 * 10752 + 2)
+    assert config.num_parameters == 22 * layer + 2 * 166144 * 3072 + 3072
+    assert KVCache.bytes_per_token(config, torch.bfloat16) == 2 * 22 * 2 * 1024 * 2
 
 
 def test_there_is_no_gate(written: Any) -> None:
