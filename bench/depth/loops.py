@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -35,7 +34,7 @@ from bench.harness.results import Figures, Report
 from bench.harness.rows import Row, table_of
 from bench.harness.turns import batches_of
 from bench.harness.utterances import DATA, LONGEST_PARSE, utterances
-from eecore import ConfidentExit, ExitClassifier, Full
+from eecore import ConfidentExit, ExitClassifier, Full, SelfSpeculative
 from eecore.calibration.exit_scores import Scored, forced_states
 from eecore.decoding import iterate
 from eecore.exits import Exit
@@ -45,6 +44,8 @@ SHAPES = {"Ouro-1.4B": OURO, "Nanbeige4.2-3B": NANBEIGE}
 FORMATS = {"Q4_K": "Q4_K", "int8": "Q8_0"}
 THRESHOLDS = (0.9, 0.6, 0.3)
 STEPS = 12  # timed steps of each batch at full depth
+DRAFTS = (1, 2, 3)
+ACCEPTED = (0.6, 0.7, 0.8, 0.9)
 GROUPS = 4  # timed batches of the intent model
 
 
@@ -73,7 +74,7 @@ def coin(model: eecore.Model) -> ConfidentExit:
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, model.config.vocab_size, (64,), generator=draw).tolist()
     ends = model.config.exit_layers[:-1]
-    states = [s for _, _, s in forced_states(model.network, Scored(tokens), ends)]
+    states = [s for _, s in forced_states(model.network, Scored(tokens), ends)]
     weight = torch.randn(2, model.config.hidden_size, generator=draw)
     stay, leave = (torch.cat(states).float() @ weight.T).unbind(1)
     bias = torch.stack([(leave - stay).median(), torch.tensor(0.0)])
@@ -112,11 +113,32 @@ def timed(
     return rows
 
 
+def drafted(model: eecore.Model, batch: int, rounds: int) -> list[Row]:
+    """The speed-up of drafts by the first loop if a draft is accepted with some probability: a
+    round takes as long whatever is accepted."""
+    first = model.config.exit_layers[0]
+    policies = [Full(), *(SelfSpeculative(first, count) for count in DRAFTS)]
+    prompts = [[3 + row] for row in range(batch)]
+    runs = [Decoding(model, [prompts], policy, STEPS // 2) for policy in policies]
+    for _ in range(rounds):
+        for run in runs:
+            run.round()
+    full, *others = (run.step_ms for run in runs)
+    rows = []
+    for count, round_ms in zip(DRAFTS, others, strict=True):
+        row: Row = {"batch": batch, "drafts": count, "round": round_ms / full}
+        for accepted in ACCEPTED:
+            tokens = sum(accepted**draft for draft in range(count + 1))
+            row[f"at_{accepted:.0%}"] = tokens * full / round_ms
+        rows.append(row)
+    return rows
+
+
 def of_shape(
     name: str, weights: str, threads: Sequence[int], batches: Sequence[int], rounds: int
-) -> list[Row]:
-    """The rows of a random model, beside llama.cpp where it knows the family."""
-    rows = []
+) -> tuple[list[Row], list[Row]]:
+    """The rows of a random model, beside llama.cpp where it knows the family, and of drafts."""
+    rows, drafts = [], []
     with tempfile.TemporaryDirectory() as scratch:
         file = make_random_gguf(Path(scratch) / "looped.gguf", SHAPES[name], FORMATS[weights])
         model = eecore.load(file, device="cpu", kv_cache_tokens=256, prefix_cache=False)
@@ -126,17 +148,20 @@ def of_shape(
             torch.set_num_threads(count)
             for batch in batches:
                 prompts = [[3 + row] for row in range(batch)]
+                own = {"model": f"{name}'s shape", "weights": weights, "threads": count}
                 for row in timed(model, [prompts], modes, rounds, temperature=1.0):
-                    own = {"model": f"{name}'s shape", "weights": weights, "threads": count}
                     rows.append({**own, **row})
                     say(rows[-1])
+                for row in drafted(model, batch, rounds):
+                    drafts.append({**own, **row})
+                    say(drafts[-1])
         del model
         if weights == "Q4_K" and name.startswith("Nanbeige"):
             beside = gguf.rows_of(file, 1, [b for b in batches if b <= 8], 8, rounds)
             ratios = {("full depth", 1, row["batch"]): row["ratio"] for row in beside}
             for row in rows:
                 row["peer"] = ratios.get((row["mode"], row["threads"], row["batch"]))
-    return rows
+    return rows, drafts
 
 
 def of_intent(
@@ -172,10 +197,6 @@ def of_intent(
 
 def table(figures: Figures) -> str:
     """A line for each mode at each batch size."""
-
-    def optional(name: str, form: str) -> Any:
-        return lambda row: "" if row.get(name) is None else form.format(row[name])
-
     columns = [
         ("model", "{model}"),
         ("weights", "{weights}"),
@@ -187,8 +208,8 @@ def table(figures: Figures) -> str:
         ("over full depth", "{speed_up:.2f}x"),
         ("of what loops allow", "{allowed:.0%}"),
         ("over in step", "{over_step:.2f}x"),
-        ("beside llama.cpp", optional("peer", "{:.2f}x")),
-        ("exact match", optional("exact", "{:.1%}")),
+        ("beside llama.cpp", "{peer:.2f}x"),
+        ("exact match", "{exact:.1%}"),
     ]
     about = (
         f"llama.cpp: {figures['llama_cpp']}. {figures['rounds']} rounds, {in_words(figures)}. "
@@ -197,7 +218,17 @@ def table(figures: Figures) -> str:
     return f"{table_of(columns, figures['rows'])}\n\n{about}"
 
 
-REPORTS = (Report("loops", {"loops": table}),)
+def drafts_table(figures: Figures) -> str:
+    """A line for each number of drafts."""
+    own = [(name, f"{{{name}}}") for name in ("model", "weights", "threads", "batch", "drafts")]
+    columns = [*own, ("a round takes", "{round:.2f} steps")]
+    columns += [
+        (f"{accepted:.0%} accepted", f"{{at_{accepted:.0%}:.2f}}x") for accepted in ACCEPTED
+    ]
+    return table_of(columns, figures["drafts"])
+
+
+REPORTS = (Report("loops", {"loops": table, "loop drafts": drafts_table}),)
 
 
 def main(words: Sequence[str]) -> None:
@@ -210,11 +241,14 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--count", type=int, default=300, help="utterances")
     arguments = made.parse_args(words)
     batches, rounds = arguments.batches, arguments.rounds
-    rows: list[Row] = []
+    rows, drafts = list[Row](), list[Row]()
     if arguments.model is not None:
         rows += of_intent(arguments.model, arguments.data, arguments.count, batches, rounds)
     for name in arguments.shapes:
         for weights in arguments.weights:
-            rows += of_shape(name, weights, arguments.threads, batches, rounds)
-    result = {**machine(), "llama_cpp": peers.LLAMA_CPP, "rounds": rounds, "rows": rows}
+            found = of_shape(name, weights, arguments.threads, batches, rounds)
+            rows += found[0]
+            drafts += found[1]
+    result = {**machine(), "llama_cpp": peers.LLAMA_CPP, "rounds": rounds}
+    result |= {"rows": rows, "drafts": drafts}
     REPORTS[0].finish(result, arguments)
