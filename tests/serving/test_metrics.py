@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,19 @@ def test_layers_add_up_whatever_the_policy(
     skipped = counted(counts, "eecore_layers_skipped")
     left_out = sum(12 - layer for layer in output.exit_layers)
     assert sum(skipped.values()) == (0 if output.stats.drafted else left_out)
+
+
+def test_seconds_between_tokens_are_those_after_the_first(
+    intent: eecore.Model, counts: Metrics
+) -> None:
+    (output,) = eecore.generate(intent, PROMPT, max_tokens=8, ignore_eos=True)
+    stats = replace(output.stats, time_to_first_token_s=1.0, total_s=1.21)
+    counts.ended("length", replace(output, stats=stats), eecore.Full())
+    text = counts.text().decode()
+    for bucket in ('le="0.02"} 0.0', 'le="0.05"} 1.0'):
+        assert f"eecore_inter_token_seconds_bucket{{{bucket}" in text
+    for bucket in ('le="0.5"} 0.0', 'le="1.0"} 1.0'):
+        assert f"eecore_time_to_first_token_seconds_bucket{{{bucket}" in text
 
 
 def test_labels_of_policies_are_bounded(intent: eecore.Model, counts: Metrics) -> None:

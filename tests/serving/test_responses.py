@@ -14,6 +14,7 @@ from openai.types import responses as of_openai
 from pydantic import BaseModel, TypeAdapter
 
 import eecore
+from chat_templates import TEMPLATES
 from eecore.serving.responses import read_response
 from servers import Asker, asker, assert_idle, listening, script
 
@@ -312,6 +313,28 @@ def test_items_are_messages_of_a_chat(name: str) -> None:
     chat = read_response(json.dumps(body).encode())
     assert chat.messages == messages
     assert len(chat.sources) == len(messages)
+
+
+def test_a_template_gets_what_it_would_of_a_chat(endless: eecore.Model) -> None:
+    tokenizer = endless.tokenizer
+    assert tokenizer is not None
+    before, tokenizer.chat_template = tokenizer.chat_template, TEMPLATES["thoughts"]
+    server = asker(endless)
+    function = {name: value for name, value in LOCK.items() if name != "type"}
+    chat = {
+        "messages": CONVERSATIONS["two calls and their outputs"][1],
+        "tools": [{"type": "function", "function": function}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    items = {**CONVERSATIONS["two calls and their outputs"][0], "temperature": 0}
+    try:
+        one = server.post("/v1/chat/completions", chat).json()
+        other = server.post(PATH, {**items, "tools": [LOCK], "max_output_tokens": 4}).json()
+    finally:
+        tokenizer.chat_template = before
+    assert other["usage"]["input_tokens"] == one["usage"]["prompt_tokens"]
+    assert other["output"][0]["content"][0]["text"] == one["choices"][0]["message"]["content"]
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
