@@ -1,11 +1,10 @@
 """Faults planted one at a time, and which test finds each: ``python tests/mutations.py``.
 
 The faults are in ``tests/mutants.py``. Each is planted in a copy of the working tree, in
-``build/mutations``, which is built there; then its tests run until one of them fails. First the
-same tests run without a fault, and must pass. The long suite holds all tests of the short one, so
-that it only runs for faults that the short suite missed.
+``build/mutations``, which is built there; then its tests run until one of them fails. Before, the
+same tests run without a fault, and must pass.
 
-What was found goes to ``tests/mutations.json`` after each fault: a run that was stopped goes on
+What was found goes to ``tests/mutations.json`` after each fault. A run that was stopped goes on
 there, as long as neither the fault nor the working tree has changed.
 """
 
@@ -23,10 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -35,15 +35,10 @@ from mutants import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "mutations"
 RESULTS = ROOT / "tests" / "mutations.json"
-PAGE = ROOT / "docs" / "development.md"
-BEGIN, END = "<!-- mutations: begin -->", "<!-- mutations: end -->"
 # Changes to these files change no result.
 WITHOUT_EFFECT = ("tests/mutations.json", "tests/mutations.py", "tests/mutants.py")
 TEST_TIMEOUT_S = 300
 """The time after which a test counts as failed: a fault may make it wait forever."""
-
-Suite = Literal["short", "long"]
-SUITES: tuple[Suite, ...] = ("short", "long")
 
 
 def occurrences(mutant: Mutant, root: Path = ROOT) -> int:
@@ -159,16 +154,15 @@ class Copy:
         if code != 0:
             raise RuntimeError(f"the build failed:\n{said[-4000:]}")
 
-    def finds(self, tests: str, suite: Suite) -> str:
+    def finds(self, tests: str, *more: str) -> str:
         """The test that fails; an empty text if none does.
 
         Raises:
             RuntimeError: no test ran.
         """
         # A thread ends tests that hang in compiled code, which no signal reaches.
-        options = ["-x", "-vv", "-p", "no:cacheprovider"]
+        options = ["-x", "-vv", "-p", "no:cacheprovider", *more]
         options += [f"--timeout={TEST_TIMEOUT_S}", "-o", "timeout_method=thread"]
-        options += ["--all"] if suite == "long" else []
         code, said = self._run("-m", "pytest", *shlex.split(tests), *options)
         if code == 0 and " passed" in said:
             return ""
@@ -195,7 +189,7 @@ def plant(mutant: Mutant, root: Path) -> None:
 
 
 class Results:
-    """The results, in a file that is written after each fault.
+    """The test that found each fault, in a file that is written after each.
 
     Args:
         tree: the fingerprint of the working tree; results of another one are dropped.
@@ -207,8 +201,6 @@ class Results:
         if held.get("tree") != tree and not keeps:
             held = {}
         self._tree = tree
-        self.passed: dict[str, str] = held.get("passed", {})
-        """Tests that pass without a fault, by suite and arguments, and the tree they ran on."""
         known = {mutant.name: fingerprint(mutant) for mutant in MUTANTS}
         self.found: dict[str, dict[str, Any]] = {
             name: found
@@ -216,34 +208,24 @@ class Results:
             if found["fingerprint"] == known.get(name)
         }
 
-    def passes(self, tests: str, suite: Suite) -> bool:
-        """Whether tests are known to pass on this tree."""
-        return self.passed.get(f"{suite}: {tests}") == self._tree
-
-    def add_passed(self, tests: str, suite: Suite) -> None:
-        self.passed[f"{suite}: {tests}"] = self._tree
-        self._write()
-
-    def of(self, mutant: Mutant, suite: Suite) -> dict[str, Any] | None:
-        """A suite's result for a mutant; None before it ran."""
-        found: dict[str, Any] | None = self.found.get(mutant.name, {}).get(suite)
-        return found
-
-    def add(self, mutant: Mutant, suite: Suite, by: str, seconds: float) -> None:
-        own = self.found.setdefault(mutant.name, {"fingerprint": fingerprint(mutant)})
-        own[suite] = {"found": bool(by), "by": by, "seconds": round(seconds, 1)}
-        self._write()
-
-    def _write(self) -> None:
-        order = [mutant.name for mutant in MUTANTS if mutant.name in self.found]
-        whole = {
-            "tree": self._tree,
-            "mutants": {name: self.found[name] for name in order},
-            "passed": dict(sorted(self.passed.items())),
-        }
+    def add(self, mutant: Mutant, by: str, seconds: float) -> None:
+        """Keep the test that found a fault; an empty text if none did."""
+        result = {"fingerprint": fingerprint(mutant), "by": by, "seconds": round(seconds, 1)}
+        self.found[mutant.name] = result
+        order = [each.name for each in MUTANTS if each.name in self.found]
+        whole = {"tree": self._tree, "mutants": {name: self.found[name] for name in order}}
         partial = RESULTS.with_suffix(".partial")
         partial.write_text(json.dumps(whole, indent=1) + "\n")
         partial.replace(RESULTS)
+
+    def table(self) -> str:
+        """How many faults were planted and found, by area, and those that were missed."""
+        tried = [mutant for mutant in MUTANTS if mutant.name in self.found]
+        missed = [mutant.name for mutant in tried if not self.found[mutant.name]["by"]]
+        planted = Counter(map(area, tried))
+        found = planted - Counter(area(mutant) for mutant in tried if mutant.name in missed)
+        lines = [f"{name}: {found[name]} of {planted[name]} found" for name in planted]
+        return "\n".join([*lines, f"missed: {', '.join(missed) or 'none'}"])
 
 
 def fingerprint(mutant: Mutant) -> str:
@@ -251,21 +233,19 @@ def fingerprint(mutant: Mutant) -> str:
     return digest(mutant.file, mutant.old, mutant.new, mutant.tests)
 
 
-def hunt(copy: Copy, results: Results, mutants: list[Mutant], suite: Suite) -> None:
-    """Run a suite for mutants of which it has no result yet.
+def hunt(copy: Copy, results: Results, mutants: list[Mutant], *more: str) -> None:
+    """Run the tests of mutants of which there is no result yet, with more options of pytest.
 
     Raises:
         RuntimeError: a test fails without a fault, or a fault does not compile.
     """
-    todo = [mutant for mutant in mutants if results.of(mutant, suite) is None]
+    todo = [mutant for mutant in mutants if mutant.name not in results.found]
     for emulator in sorted({mutant.is_emulated for mutant in todo} | {False}):
         copy.build(emulator=emulator)
     for tests in dict.fromkeys(mutant.tests for mutant in todo):
-        if not results.passes(tests, suite):
-            if by := copy.finds(tests, suite):
-                raise RuntimeError(f"{by} fails without a fault")
-            say(f"{suite}: passes without a fault: {tests}")
-            results.add_passed(tests, suite)
+        if by := copy.finds(tests, *more):
+            raise RuntimeError(f"{by} fails without a fault")
+        say(f"passes without a fault: {tests}")
     for number, mutant in enumerate(todo, 1):
         path = TREE / mutant.file
         original = path.read_text()
@@ -274,14 +254,13 @@ def hunt(copy: Copy, results: Results, mutants: list[Mutant], suite: Suite) -> N
             plant(mutant, TREE)
             if mutant.is_compiled:
                 copy.build(emulator=mutant.is_emulated)
-            by = copy.finds(mutant.tests, suite)
+            by = copy.finds(mutant.tests, *more)
         except RuntimeError as error:
             raise RuntimeError(f"{mutant.name}: {error}") from None
         finally:
             path.write_text(original)
-        results.add(mutant, suite, by, time.monotonic() - started)
-        said = f"found by {by}" if by else "MISSED"
-        say(f"{suite}: {number}/{len(todo)}: {mutant.name}: {said}")
+        results.add(mutant, by, time.monotonic() - started)
+        say(f"{number}/{len(todo)}: {mutant.name}: {f'found by {by}' if by else 'MISSED'}")
     if any(mutant.is_compiled for mutant in todo):
         for emulator in sorted({mutant.is_emulated for mutant in todo} | {False}):
             copy.build(emulator=emulator)
@@ -291,51 +270,14 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def table(results: Results) -> str:
-    """The mutants that each suite found, by area, and those that none found."""
-    lines = [
-        "| where | planted | found by the short suite | by the long one |",
-        "|---|---|---|---|",
-    ]
-    counts: dict[str, list[int]] = {}
-    missed: list[str] = []
-    for mutant in MUTANTS:
-        of_area = counts.setdefault(area(mutant), [0, 0, 0])
-        short, whole = results.of(mutant, "short"), results.of(mutant, "long")
-        by_short = short is not None and short["found"]
-        by_long = by_short or (whole is not None and whole["found"])
-        for i, counted in enumerate((True, by_short, by_long)):
-            of_area[i] += counted
-        if not by_long:
-            missed.append(f"`{mutant.name}`")
-    for name, of_area in counts.items():
-        lines.append(f"| {name} | {' | '.join(map(str, of_area))} |")
-    total = [sum(column) for column in zip(*counts.values(), strict=True)]
-    lines.append(f"| all | {' | '.join(map(str, total))} |")
-    lines += ["", f"Missed: {', '.join(missed) if missed else 'none'}."]
-    return "\n".join(lines)
-
-
-def write_table(results: Results) -> None:
-    """Put the table into the page, between its marks."""
-    before, begin, rest = PAGE.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise RuntimeError(f"{PAGE.name}: expected {BEGIN} and {END}, got a page without")
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}")
-
-
 def main(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="faults whose name or file holds this pattern")
-    parser.add_argument(
-        "--suite", choices=SUITES, default="short", help="long: after short, for what it missed"
-    )
+    parser.add_argument("--all", action="store_true", help="all tests, not only the short suite")
     parser.add_argument("--jobs", type=int, default=1, help="compilations at a time")
     parser.add_argument("--keep", action="store_true", help="keep results of another working tree")
-    parser.add_argument("--write", action="store_true", help=f"the table into {PAGE.name}")
     options = parser.parse_args(None if arguments is None else list(arguments))
     lost = {m.name: count for m in MUTANTS if (count := occurrences(m)) != 1}
     if lost:
@@ -344,15 +286,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
     copy = Copy(options.jobs)
     results = Results(copy.digest, keeps=options.keep)
     try:
-        hunt(copy, results, only, "short")
-        if options.suite == "long":
-            missed = [m for m in only if not (results.of(m, "short") or {}).get("found")]
-            hunt(copy, results, missed, "long")
+        hunt(copy, results, only, *(["--all"] if options.all else []))
     except RuntimeError as error:
         sys.exit(str(error))
-    if options.write:
-        write_table(results)
-    print(table(results))
+    print(results.table())
 
 
 if __name__ == "__main__":

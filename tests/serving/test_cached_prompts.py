@@ -66,6 +66,15 @@ def test_metrics_count_tokens_asked_for_and_found(fresh: Asker) -> None:
     assert number["eecore_kv_pages_cached"] == CACHED // PAGE
 
 
+def test_prompts_that_are_scored_do_not_ask_for_any(fresh: Asker) -> None:
+    assert cached(fresh, PROMPT) == (len(PROMPT), 0)
+    assert cached(fresh, PROMPT, prompt_logprobs=0) == (len(PROMPT), 0)
+    assert cached(fresh, PROMPT, echo=True, logprobs=1) == (len(PROMPT), 0)
+    number = counted(fresh)
+    assert number["eecore_prefix_cache_queries_total"] == len(PROMPT)
+    assert number["eecore_prompt_tokens_total"] == 3 * len(PROMPT)
+
+
 def test_without_a_cache_nothing_is_counted(endless: eecore.Model) -> None:
     server = asker(endless.without_prefix_cache(), max_num_seqs=8)
     for _ in range(2):
