@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -104,6 +105,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Asker:
     return asker(eecore.load(directory, kv_cache_tokens=1024))
 
 
+def test_of_tokens_with_one_text_the_most_probable_one_is_listed(tiny: Asker) -> None:
+    """Bytes that are no characters all have the same text."""
+    prompt = [65, *range(128, 256, 3)]
+    body = {"prompt": prompt, "echo": True, "logprobs": 20, "max_tokens": 0}
+    (choice,) = choices_of(tiny, body)
+    expected = scores(tiny.service.served.model, prompt)
+    collided = 0
+    for entry, top in zip(expected, choice["logprobs"]["top_logprobs"][1:], strict=True):
+        best: dict[str, float] = {}
+        for token, value in (*entry.top_logprobs.items(), (entry.token_id, entry.logprob)):
+            text = text_of(tiny, token)
+            best[text] = max(value, best.get(text, -math.inf))
+        assert top == best
+        collided += len(best) < len({*entry.top_logprobs, entry.token_id})
+    assert collided > 10
+
+
 # vLLM's
 
 
@@ -134,6 +152,8 @@ def test_prompt_logprobs_of_completions(server: Asker, intent: eecore.Model, cou
             expected = in_vllms_words(server, scores(intent, prompt), count)
             assert choice["prompt_logprobs"] == expected
             assert (choice["logprobs"] is not None) == ("logprobs" in fields)
+
+
 
 
 def test_prompt_logprobs_of_chats(server: Asker, intent: eecore.Model) -> None:
