@@ -154,8 +154,6 @@ def test_prompt_logprobs_of_completions(server: Asker, intent: eecore.Model, cou
             assert (choice["logprobs"] is not None) == ("logprobs" in fields)
 
 
-
-
 def test_prompt_logprobs_of_chats(server: Asker, intent: eecore.Model) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     ids = server.post("/tokenize", {"messages": messages}).json()["tokens"]

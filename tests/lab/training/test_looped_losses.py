@@ -176,4 +176,4 @@ def test_settings_of_the_looped_loss(
 ) -> None:
     words = ["train", str(tmp_path), "--data", "x", "--out", str(tmp_path / "out")]
     assert run([*words, "--loss", "gate", name, "1"]) == 2
-    assert f"{name}: goes with --loss looped, got --loss gate" in capsys.readouterr().err
+    assert f"{name}: expected none with --loss gate" in capsys.readouterr().err

@@ -276,7 +276,7 @@ def test_the_exit_classifier(
         (
             ("--loss", "focal"),
             USAGE,
-            "--loss: expected layerskip, calm, last, looped or gate, got focal",
+            "--loss: expected one of layerskip, calm, last, looped, gate, got focal",
         ),
         (
             ("--loss", "calm", "--e-scale", "0.1"),

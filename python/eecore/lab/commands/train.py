@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -106,43 +106,30 @@ class Exits:
 
     def weights(self) -> Loss:
         """The loss that the options name."""
-        from eecore.lab.training import (
-            CalmLoss,
-            EarlyExitLoss,
-            GateLoss,
-            LastLayerLoss,
-            LoopedLoss,
-        )
+        from eecore.lab.training.recipe import LOSSES
 
-        of_loops = {"entropy": self.entropy, "tilt": self.tilt}
-        given = {name: value for name, value in of_loops.items() if value is not None}
-        if given and self.loss != "looped":
+        kind = LOSSES.get(self.loss)
+        if kind is None:
+            raise UsageError(f"--loss: expected one of {', '.join(LOSSES)}, got {self.loss}")
+        name, _, rotation = (self.curriculum or "").partition(":")
+        if rotation and not rotation.isdecimal():
             raise UsageError(
-                f"--{next(iter(given))}: goes with --loss looped, got --loss {self.loss}"
+                f"--curriculum: expected rotational:R, R a number, got {self.curriculum}"
             )
-        if self.loss == "layerskip":
-            name, _, rotation = (self.curriculum or "gradual").partition(":")
-            if rotation and not rotation.isdecimal():
-                raise UsageError(
-                    f"--curriculum: expected rotational:R, R a number, got {self.curriculum}"
-                )
-            return EarlyExitLoss(
-                1.0 if self.e_scale is None else self.e_scale,
-                name,  # type: ignore[arg-type]
-                int(rotation) if rotation else None,
-            )
-        if self.loss not in ("calm", "last", "looped", "gate"):
-            raise UsageError(
-                f"--loss: expected layerskip, calm, last, looped or gate, got {self.loss}"
-            )
-        for flag, value in (("--e-scale", self.e_scale), ("--curriculum", self.curriculum)):
-            if value is not None:
-                raise UsageError(f"{flag}: expected none with --loss {self.loss}, got {value}")
-        if self.loss == "looped":
-            return LoopedLoss(**given)
-        if self.loss == "gate":
-            return GateLoss()
-        return CalmLoss() if self.loss == "calm" else LastLayerLoss()
+        settings: dict[str, Any] = {
+            "e_scale": self.e_scale,
+            "curriculum": name or None,
+            "rotation": int(rotation) if rotation else None,
+            "entropy": self.entropy,
+            "tilt": self.tilt,
+        }
+        given = {name: value for name, value in settings.items() if value is not None}
+        known = {each.name for each in fields(kind)}
+        for name, value in given.items():
+            if name not in known:
+                flag = name.replace("_", "-")
+                raise UsageError(f"--{flag}: expected none with --loss {self.loss}, got {value}")
+        return kind(**given)
 
     def settings(self, loss: Loss) -> dict[str, object]:
         """The settings of the loss, defaults filled in."""
