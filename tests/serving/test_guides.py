@@ -7,10 +7,11 @@ import enum
 import json
 import re
 import threading
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import llguidance
+import openai
 import pydantic
 import pytest
 
@@ -248,6 +249,27 @@ class Lamp(pydantic.BaseModel):
     inner: list[Lamp] = pydantic.Field(max_length=1)
 
 
+class Shade(pydantic.BaseModel):
+    """A tool's argument whose definitions have the same names as another tool's."""
+
+    class Colour(pydantic.BaseModel):
+        level: Annotated[int, pydantic.Field(ge=0, le=3)]
+
+    colour: Colour
+
+
+DRAFT_7 = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "definitions": {"Colour": {"enum": ["green"]}},
+    "properties": {"colour": {"$ref": "#/definitions/Colour"}},
+    "required": ["colour"],
+}
+REFERRING = [
+    *map(openai.pydantic_function_tool, (Lamp, Shade)),
+    {"type": "function", "function": {"name": "Seven", "parameters": DRAFT_7}},
+]
+
+
 def test_tools_that_are_allowed_are_all_that_is_called(intent: eecore.Model) -> None:
     server = asker(intent, tool_parser="hermes")
     for name in ("off", "lock"):
@@ -279,6 +301,21 @@ def accepts(guide: Guide, text: str) -> bool:
     matcher = llguidance.LLMatcher(tokenizer, llguidance.grammar_from(form, guide.text))
     tokens = tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3", "mistral"])
+def test_definitions_of_a_tool_are_its_own(parser: str) -> None:
+    """Tools described by pydantic, beside tools with definitions of the same names."""
+    assert all("$ref" in json.dumps(tool) for tool in REFERRING)
+    guide = guide_of(read_chat(tools=REFERRING, tool_choice="required"), parser)
+    form = FORMATS[parser]
+    lamp = {"colour": "red", "inner": [{"colour": "blue", "inner": []}]}
+    good = {"Lamp": lamp, "Shade": {"colour": {"level": 3}}, "Seven": {"colour": "green"}}
+    for name in good:
+        for arguments in good.values():
+            call: Any = {"name": name, form.arguments: arguments}
+            said = json.dumps([call] if form.is_list else call)
+            assert accepts(guide, form.begins + said + form.ends) == (arguments is good[name])
 
 
 TRIP: dict[str, Any] = {
