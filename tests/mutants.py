@@ -2179,6 +2179,13 @@ TRAINING = (
         "tests/lab/training/test_recipe.py",
     ),
     Mutant(
+        "a-run-resumes-with-another-seed",
+        "python/eecore/lab/training/run_files.py",
+        "and name not in FREE_TO_CHANGE",
+        "and name in FREE_TO_CHANGE",
+        "tests/lab/training/test_run.py",
+    ),
+    Mutant(
         "packed-texts-see-each-other",
         "python/eecore/lab/training/data.py",
         "if any(len(row) > 1 for row in packed):",

@@ -144,6 +144,11 @@ def test_theta_is_ten_thousand_unless_the_config_says_otherwise(model_dir: Path)
     assert read_model_config(model_dir).ropes[0].theta == 10000.0  # type: ignore[union-attr]
 
 
+def test_yarn_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, "qwen2_yarn", max_position_embeddings=64)
+    assert read_model_config(directory).max_position == 256
+
+
 def test_parameters_are_counted(tmp_path: Path) -> None:
     for family in FAMILIES:
         directory = write_model(tmp_path / family, family)
