@@ -70,7 +70,7 @@ def test_json_has_everything_of_an_output(model: str, capsys: pytest.CaptureFixt
     assert run([*command, "--exit", "full", "--logprobs", "2"]) == 0
     record = json.loads(capsys.readouterr().out)
     expected = eecore.generate(
-        eecore.load(model), "Once upon", max_tokens=6, ignore_eos=True, logprobs=2
+        eecore.load(model), "Once upon", exit="full", max_tokens=6, ignore_eos=True, logprobs=2
     )[0]
     assert record["index"] == 0
     assert record["prompt"] == "Once upon"

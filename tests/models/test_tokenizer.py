@@ -142,6 +142,12 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
 MESSAGES = [{"role": "user", "content": "1 < 2 & “ü”"}]
 
 
+def test_a_conversation_gets_no_tokens_around_it(sentencepiece: Tokenizer) -> None:
+    sentencepiece.chat_template = "{{ messages[0].content }}"
+    ids = sentencepiece.encode_chat([{"role": "user", "content": "Hello"}])
+    assert ids == sentencepiece.encode("Hello", add_special_tokens=False)
+
+
 def test_messages_become_a_prompt(byte_tokenizer: Tokenizer) -> None:
     prompt = "<|im_start|>user\n1 < 2 & “ü”<|im_end|>\n"
     apply = byte_tokenizer.apply_chat_template
