@@ -145,11 +145,6 @@ def test_a_calibration_is_found_in_the_model(
     assert "nowhere.safetensors" in capsys.readouterr().err
 
 
-def test_exits_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["exits", SAID, "--exit", "fixed:6"]) == 0
-    assert "mean exit layer 6.00 of 12" in capsys.readouterr().out
-    assert run(["exits", "intent"]) == 2
-    assert "PROMPT: expected one, got none" in capsys.readouterr().err
 
 
 def test_one_word_is_a_model(capsys: pytest.CaptureFixture[str]) -> None:
