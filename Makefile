@@ -8,11 +8,12 @@ SHELL := /bin/bash
 # Each worker and each command that tests start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all quick fuzz sanitize soak lint format docs bench clean
+.PHONY: help demo test test-all quick fuzz sanitize soak same-text lint format docs bench clean
 
 ARGS ?=
 MINUTES ?= 10
 STEPS ?= 1000000
+REQUESTS ?= 10000
 # A worker that runs out of tests takes over those of another.
 SIDE_BY_SIDE := -n auto --dist worksteal
 SETUP := scripts/setup_venv.sh
@@ -51,6 +52,12 @@ sanitize:  ## ops under AddressSanitizer and UBSan: their tests, then fuzzing fo
 soak:  ## an engine for STEPS=1000000 steps: pages and memory stay where they are
 	@$(SETUP) test
 	@$(PYTHON_IN_VENV) tests/fuzz/soak.py --steps $(STEPS) $(ARGS)
+
+same-text:  ## REQUESTS=10000 requests alone and in random company, in five number formats: no text may differ
+	@$(SETUP)
+	@for format in "--dtype float32" "--dtype bfloat16" "--weights int8" "--weights int4" "--kv-cache-dtype fp8"; do \
+	  OMP_WAIT_POLICY=passive $(PYTHON_IN_VENV) -m eecore verify --minutes 0 --requests $$(($(REQUESTS) / 5)) $$format $(ARGS) || exit; \
+	done
 
 lint:  ## ruff, mypy and clang-format: changes nothing
 	@$(SETUP) lint
