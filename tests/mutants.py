@@ -776,6 +776,13 @@ ENGINE = (
         "tests/planning/test_thinking_budgets.py",
     ),
     Mutant(
+        "layers-draft-past-a-budget",
+        "python/eecore/planning/thoughts.py",
+        "return bool(place.forced) or left <= most",
+        "return bool(place.forced) or left <= 0",
+        "tests/planning/test_thinking_budgets.py",
+    ),
+    Mutant(
         "guide-bound-to-the-thought",
         "python/eecore/engine/intake.py",
         "            after = self._after_thought(sequence, before, guided)\n",

@@ -35,6 +35,8 @@ from workloads import LOSSLESS, Request, check_company
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EOS = 257
+SENTENCES = {CLOSES: -100, 198: 4, 0: 4}
+"""Biases with which many tokens end a line, or with ! a sentence."""
 NUMBER = Guide.regex("[0-9]{3}")
 CLOSED = "\n</think>\n\n"
 
@@ -95,6 +97,8 @@ def written(
         drafts = guided.drafts(ids, wished[:num_drafts], num_drafts, frozenset({EOS}))
         masks = np.zeros((num_drafts + 1, guided.num_words), dtype=np.int32)
         guided.write_masks(masks, ids, drafts)
+        if not guided.rests(ids, num_drafts):  # then layers may draft
+            assert (masks == -1).all()
         for row in range(len(drafts) + 1):
             allowed = [t for t in range(320) if masks[row].view(np.uint32)[t // 32] >> t % 32 & 1]
             token = wished[0] if wished and wished[0] in allowed else allowed[0]
@@ -175,6 +179,7 @@ BUDGETS: list[dict[str, Any]] = [
     {"guide": NUMBER, "logit_bias": {CLOSES: 3}},
     {"thinking_budget": 12, "stop": ("e", "\n")},
     {"thinking_budget": 5, "repetition_penalty": 1.3, "logprobs": 2},
+    *({"thinking_budget": budget, "logit_bias": SENTENCES} for budget in (10, 17, 25)),
 ]
 
 
@@ -205,6 +210,33 @@ def test_lossless_modes_give_what_full_gives(
         )
         assert one.finish_reason == other.finish_reason
         assert one.stats.thought_tokens == other.stats.thought_tokens
+
+
+@pytest.mark.parametrize("policy", LOSSLESS[:3], ids=str)
+def test_layers_draft_within_a_thought_and_after_it(always: eecore.Model, policy: Exit) -> None:
+    """Not near its end, where tokens have masks."""
+    full, got = (
+        eecore.generate(
+            always,
+            asked(always),
+            exit=each,
+            thinking_budget=60,
+            max_tokens=200,
+            ignore_eos=True,
+            logit_bias={CLOSES: -100},
+        )[0]
+        for each in (Full(), policy)
+    )
+    assert got.token_ids == full.token_ids
+    count = got.stats.thought_tokens
+    assert 60 < count < 100
+    assert got.stats.drafted > 30
+    if not isinstance(policy, SelfSpeculative):
+        return  # drafts run the last layer, too
+    drafted = [layer < 5 for layer in got.exit_layers]
+    assert any(drafted[: count - OVERTIME - policy.max_drafts])
+    assert not any(drafted[60:count])
+    assert any(drafted[count:])
 
 
 @pytest.mark.parametrize("heat", [0.0, 1.0])

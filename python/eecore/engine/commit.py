@@ -17,6 +17,7 @@ from eecore.engine.text import Decoded, Shown, TextStream
 from eecore.exits import Exit
 from eecore.output import Output, Piece, PromptLogprob, RequestStats, StepOutput
 from eecore.planning.row import Outcome
+from eecore.planning.thoughts import GuidedThought
 from eecore.scheduling.scheduler import Scheduler
 from eecore.scheduling.sequence import Sequence
 
@@ -138,6 +139,10 @@ class Commits:
             sequence.kv_exit_layers += outcome.kv_exit_layers
             sequence.prompt_logprobs += outcome.prompt_logprobs
             sequence.output_ids += token_ids
+            guided, path = draft.guided, draft.route.path
+            if isinstance(guided, GuidedThought) and path is not None and not path.is_given:
+                # Layers draft no tokens that may have masks.
+                sequence.is_resting = guided.rests(sequence.output_ids, sequence.max_drafts)
             sequence.exit_layers += outcome.exit_layers
             sequence.confidences += outcome.confidences
             sequence.logprobs += outcome.logprobs

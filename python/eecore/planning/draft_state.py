@@ -68,7 +68,8 @@ def draft_state(
     state = sequence.draft
     if state is None:
         route = make_route(sequence.exit, exit_layers, sequence.sampling.temperature > 0.0)
-        if guided is not None and route.path is not None and not route.path.is_given:
+        drafts = route.path is not None and not route.path.is_given
+        if guided is not None and guided.binds_all and drafts:
             # The masks after drafts are computed before a round, so the drafts have to be given.
             route = Route(sequence.exit, exit_layers[-1], path=GIVEN)
         stop = None

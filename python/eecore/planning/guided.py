@@ -68,6 +68,9 @@ class Guided:
         num_words: int32 words of a mask.
     """
 
+    binds_all = True
+    """Whether any token may have a mask, so that drafts have to be known before it."""
+
     def __init__(self, guide: Guide, compiled: Compiled, num_words: int) -> None:
         self._guide, self._compiled, self.num_words = guide, compiled, num_words
         self._matcher: LLMatcher | None = None

@@ -72,6 +72,8 @@ class GuidedThought:
     ) -> None:
         self._thinking, self._budget, self._guided = thinking, budget, guided
         self.num_words = -(-vocab_size // 32)
+        self.binds_all = guided is not None
+        """Whether any token may have a mask, so that drafts have to be known before it."""
         left = max_tokens - thinking.max_closing
         self._max_thought = left - min(ANSWER_ROOM, (left + 1) // 2)
         self._unstopped = np.full(self.num_words, -1, dtype=np.int32)
@@ -86,6 +88,16 @@ class GuidedThought:
         """Whether only the end of the text can follow these tokens."""
         answer, guided = self._at(token_ids).answer, self._guided
         return guided is not None and answer is not None and guided.is_over(token_ids[answer:])
+
+    def rests(self, token_ids: list[int], most: int) -> bool:
+        """Whether the next token, or one after some of ``most`` drafts, may have a mask, where the
+        answer is free.
+        """
+        place, budget = self._at(token_ids), self._budget
+        if place.answer is not None or budget is None:
+            return place.was_forced and place.answer == place.num_tokens
+        left = min(budget - place.num_thought, self._max_thought - place.num_tokens)
+        return bool(place.forced) or left <= most
 
     def drafts(
         self, token_ids: list[int], proposed: Ordered[int], most: int, stops: frozenset[int]
@@ -125,6 +137,8 @@ class GuidedThought:
             drafts: drafts from :meth:`drafts`.
         """
         place = self._at(token_ids)
+        if not self.binds_all:
+            masks[len(drafts) + 1 :] = -1  # drafts that layers make come where no mask binds
         for row in range(len(drafts) + 1):
             if place.answer is not None and self._guided is not None:
                 known = [*token_ids, *drafts[:row]][place.answer :]
