@@ -24,6 +24,8 @@ ANSWER_ROOM = 16
 """Tokens that a budget leaves for the answer, where ``max_tokens`` has as many."""
 # The end of a sentence or line. A point after a digit may be within a number.
 ENDS = re.compile(r"\n\s*\Z|(?:(?<!\d)\.|[!?\u2026\u3002\uff01\uff1f])[\"'\u201d\u2019)\]*]*\s*\Z")
+KNOWN = 64
+"""Last tokens that show whether a text goes on from the last one: it is the text of one request."""
 TAIL = 16
 """Last characters of a thought that :data:`ENDS` looks at."""
 
@@ -165,7 +167,8 @@ class GuidedThought:
 
     def _at(self, token_ids: list[int]) -> Place:
         """The place after these tokens; once the answer has begun, the place where it did."""
-        if token_ids[: len(self._seen)] != self._seen:
+        count = len(self._seen)
+        if token_ids[max(count - KNOWN, 0) : count] != self._seen[-KNOWN:]:
             self._place, self._seen = self._start, []
         for token in token_ids[len(self._seen) :]:
             if self._place.answer is not None and self._place.answer < self._place.num_tokens:
