@@ -53,21 +53,22 @@ def test_an_output_has_its_thought_beside_its_text(always: eecore.Model) -> None
         assert "\ufdd1" not in output.text
 
 
-def test_steps_say_which_part_their_text_is_of(always: eecore.Model) -> None:
-    (whole,) = eecore.generate(
-        always, [asked(always)], max_tokens=40, temperature=1.0, seed=1, logit_bias={CLOSES: 5}
-    )
-    steps = list(
-        eecore.stream(
-            always, [asked(always)], max_tokens=40, temperature=1.0, seed=1, logit_bias={CLOSES: 5}
-        )
-    )
+@pytest.mark.parametrize(
+    "settings", [{}, {"stop": ("e", "\x01N7")}, {"thinking_budget": 1}, {"exit": "auto"}], ids=str
+)
+@pytest.mark.parametrize("seed", [1, 3])
+def test_steps_say_which_part_their_text_is_of(
+    always: eecore.Model, settings: dict[str, Any], seed: int
+) -> None:
+    fields = {"max_tokens": 40, "temperature": 1.0, "seed": seed, "logit_bias": {CLOSES: 5}}
+    (whole,) = eecore.generate(always, [asked(always)], **fields, **settings)
+    steps = list(eecore.stream(always, [asked(always)], **fields, **settings))
     assert "".join(step.thought for step in steps) == whole.thought
     assert "".join(step.text for step in steps) == whole.text
-    assert whole.thought
-    assert whole.text
     assert steps[-1].output is not None
     assert steps[-1].output.thought == whole.thought
+    said = [bool(step.text) for step in steps if step.text or step.thought]
+    assert said == sorted(said)  # the thought comes first
 
 
 def test_a_thought_that_never_ends_is_all_thought(always: eecore.Model) -> None:
