@@ -30,7 +30,7 @@ from eecore.planning.thoughts import OVERTIME, GuidedThought
 from head_packs import write_pack
 from thinking_models import ALWAYS, CLOSES, HYBRID, OPENS, QUESTION, WORDS, write_thinking_model
 from tiny_models import scale_layers, write_model
-from workloads import LOSSLESS, Request, check_company
+from workloads import LOSSLESS, Request, check_company, same, serve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -276,6 +276,9 @@ def test_mixed_batches_and_preemptions(always: eecore.Model) -> None:
     ]
     few_pages = engine_of(always, EngineConfig(kv_cache_tokens=160, page_size=4))
     check_company(always, requests, few_pages)
+    together = serve(engine_of(always), requests)
+    ahead = serve(engine_of(always, ahead=True), requests)
+    assert all(map(same, ahead, together))
 
 
 def test_a_budget_that_is_not_reached_changes_nothing(always: eecore.Model) -> None:

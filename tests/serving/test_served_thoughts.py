@@ -144,6 +144,9 @@ def test_a_completion_is_all_text(always: Asker) -> None:
     body = always.post("/v1/completions", {"prompt": prompt, **CLOSING}).json()
     assert "</think>" in body["choices"][0]["text"]
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    fields = {"prompt": prompt, "add_special_tokens": False, "thinking_budget": 0, "max_tokens": 9}
+    body = always.post("/v1/completions", fields).json()
+    assert body["choices"][0]["text"].startswith("\n</think>\n\n")
 
 
 def test_a_call_comes_after_the_thought(scripted: Asker) -> None:
