@@ -448,7 +448,7 @@ CHECKS = (
         "threshold-of-the-loop-before",
         "python/eecore/decoding/loop_step.py",
         "route, end = row.route, (self._loops[i] + 1) * self._stack",
-        "route, end = row.route, max(self._loops[i], 1) * self._stack",
+        "route, end = row.route, self._loops[i] * self._stack",
         "tests/models/test_looped.py",
     ),
     Mutant(

@@ -1,9 +1,9 @@
 """The forward pass of all decoders without an encoder: Llama and the families like it.
 
 The families differ by the switches of :class:`eecore.config.ModelConfig`. A looped model
-(Ouro) runs its stack of layers several times: layers are numbered through all loops, layer l has
-the weights of layer ``l % stack_size`` of the stack and its own keys and values, and the final norm
-is applied at the end of each loop.
+(Ouro, Nanbeige) runs its stack of layers several times: layers are numbered through all loops,
+layer l has the weights of layer ``l % stack_size`` of the stack and its own keys and values, and
+the final norm is applied at the end of each loop.
 
 Layers run in stretches: on the CPU a whole stretch is one op, elsewhere layer by layer. Weights of
 all layers are stacked, and a layer works on views: ``kv_fill`` reads the K/V projections of all
