@@ -145,8 +145,6 @@ def test_a_calibration_is_found_in_the_model(
     assert "nowhere.safetensors" in capsys.readouterr().err
 
 
-
-
 def test_one_word_is_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", "lights"]) == 3
     assert "lights: expected a model directory (config.json" in capsys.readouterr().err

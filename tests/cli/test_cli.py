@@ -33,7 +33,7 @@ from command_line import (
 )
 from eecore.cli.app import run
 from eecore.cli.depth import DepthPainter, depth_style, has_colours, said_depths
-from eecore.cli.results import TextByPrompt
+from eecore.cli.results import StreamedText, TextByPrompt
 from eecore.config import ANSWERS
 from eecore.decoding.iterate import Iterations
 from eecore.decoding.prefill import Prefill
@@ -150,6 +150,16 @@ def test_outputs_of_prompts_wait_for_those_before_them(
     assert capsys.readouterr().out == ""
     results.done(0, first)
     assert re.findall(r"==> (\d)/2", capsys.readouterr().out) == ["1", "2"]
+
+
+def test_text_that_no_step_has_shown_comes_at_the_end(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As that of an answer that is cut off, where it may have become a stop string."""
+    loaded = eecore.load(model)
+    (output,) = eecore.generate(loaded, ["a"], max_tokens=8, ignore_eos=True)
+    StreamedText(["a"], loaded, None, "a").done(0, output)
+    assert capsys.readouterr().out.removesuffix("\n") == (output.text or "").removesuffix("\n")
 
 
 def test_json_lines_of_prompts_may_be_strings_tokens_or_objects(

@@ -115,6 +115,19 @@ def test_a_t5_exits_in_its_decoder(tmp_path: Path) -> None:
     assert rates == [0.0, 0.5, 0.75, 0.75]
 
 
+def test_the_tables(model: eecore.Model) -> None:
+    report = evaluate_calm(model, EXAMPLES, [SOFTMAX], batch_sizes=(2, 3), max_tokens=4, rounds=1)
+    lines = report.markdown().splitlines()
+    quality = [line.split(" | ")[:3] for line in lines if line.startswith("| softmax")][:3]
+    assert quality == [
+        ["| softmax", "each", "0.05"],
+        ["| softmax", "all 2", "0.05"],
+        ["| softmax", "all 3", "0.05"],
+    ]
+    assert "| softmax | all 3 | 3 |" in report.markdown()
+    assert "rougeL to label" in report.markdown()
+
+
 def test_tokens_that_all_come_from_the_prompt_have_no_latency(model: eecore.Model) -> None:
     report = evaluate_calm(model, EXAMPLES, [SOFTMAX], batch_sizes=(5,), max_tokens=1, rounds=1)
     assert all(row.latency_ms is None and row.exit_rate is None for row in report.rows)

@@ -11,7 +11,7 @@ import torch
 
 from eecore.errors import TrainingError
 from eecore.lab.training import BatchOrder, TokenData, collate, read_data
-from eecore.lab.training.data import BUCKET_BATCHES, from_pairs
+from eecore.lab.training.data import BUCKET_BATCHES, from_pairs, from_text
 from eecore.models import Tokenizer
 from tiny_models import write_byte_tokenizer
 
@@ -164,3 +164,10 @@ def test_an_epoch_has_each_sequence_once_in_batches_of_like_lengths() -> None:
     assert BatchOrder(lengths, 4, seed=8).indices(0).tolist() != order.indices(0).tolist()
     with pytest.raises(TrainingError, match="expected at least one sequence, got none"):
         BatchOrder(torch.tensor([], dtype=torch.int64), 4, 0)
+
+
+def test_windows_cover_every_token_once() -> None:
+    for count in (2, 6, 7, 11, 12):
+        data = from_text(list(range(count)), 5)
+        learnt = collate(data, range(len(data))).targets.tokens.tolist()
+        assert learnt == list(range(1, count))

@@ -175,6 +175,21 @@ def test_t5_blocks_hand_on_their_position_biases(make_model: Any) -> None:
     torch.testing.assert_close(states[-1], states[-2])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_goes_with_it(make_model: Any, reentrant: bool) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = make_model().train()
+        model.enable_input_require_grads()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with drop_layers(model.model.layers, LayerDropout(0.6), num_steps=1, seed=2):
+            model(IDS, use_cache=False).logits.square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, checkpointed)
+
+
 def test_caches_are_refused(make_model: Any) -> None:
     model = make_model().train()
     with (
