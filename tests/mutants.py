@@ -2425,9 +2425,9 @@ TRAINING = (
     ),
     Mutant(
         "a-latency-slower-than-full-is-faster",
-        "python/eecore/lab/evaluation/calm.py",
-        "median_ratio(full.latencies, run.latencies)",
-        "median_ratio(run.latencies, full.latencies)",
+        "python/eecore/lab/evaluation/timed.py",
+        "median_ratio(other.latencies, self.latencies)",
+        "median_ratio(self.latencies, other.latencies)",
         "tests/lab/evaluation/test_evaluate_calm.py",
     ),
     Mutant(

@@ -18,7 +18,7 @@ from eecore.errors import RequestError
 from eecore.exits import BatchMode, ConfidentExit, Exit, FixedExit, Full, Measure
 from eecore.generation import Model
 from eecore.lab.evaluation.tables import number, table_of
-from eecore.lab.evaluation.timed import TimedRun, checked_tokenizer, median_ratio, time_policies
+from eecore.lab.evaluation.timed import TimedRun, checked_tokenizer, time_policies
 from eecore.output import Output
 
 PAPER_THRESHOLDS: dict[Measure, float] = {"softmax": 0.85, "classifier": 0.9, "state": 0.95}
@@ -233,7 +233,7 @@ def _row(
         tokens_per_s=run.tokens_per_s,
         speedup=run.speedup_over(full),
         latency_ms=None if rate is None else 1e3 * min(run.latencies),
-        latency_speedup=None if rate is None else median_ratio(full.latencies, run.latencies),
+        latency_speedup=None if rate is None else run.latency_speedup_over(full),
     )
 
 

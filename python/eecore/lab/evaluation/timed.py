@@ -65,6 +65,10 @@ class TimedRun:
         """Tokens/s over another run's: the median of the rounds' ratios, as both ran in turns."""
         return self.tokens / other.tokens * median_ratio(other.seconds, self.seconds)
 
+    def latency_speedup_over(self, other: TimedRun) -> float:
+        """Another run's inner-token latency over this one's, likewise."""
+        return median_ratio(other.latencies, self.latencies)
+
     def mean_similarity(self, metric: str, references: Sequence[str | None]) -> float | None:
         """The mean similarity to the references, one a prompt; None where there are none."""
         found = [
