@@ -468,8 +468,15 @@ CHECKS = (
     Mutant(
         "loop-goes-on-without-its-pages",
         "python/eecore/decoding/loop_step.py",
+        "if before is None or before.position != at or before.pages is not own:",
+        "if before is None or before.position != at:",
+        "tests/decoding/test_loop_passes.py",
+    ),
+    Mutant(
+        "loop-goes-on-after-its-token",
+        "python/eecore/decoding/loop_step.py",
+        "if before is None or before.position != at or before.pages is not own:",
         "if before is None or before.pages is not own:",
-        "if before is None:",
         "tests/decoding/test_loop_passes.py",
     ),
     Mutant(

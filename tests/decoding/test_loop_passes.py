@@ -11,7 +11,7 @@ import pytest
 import eecore
 from devices import cpu_only, engine_of
 from eecore import ConfidentExit, EngineConfig, FixedExit, Full, Output, SamplingParams
-from eecore.decoding.loop_step import LoopStep
+from eecore.decoding.loop_step import TRIAL_TOKENS, TURN_OF_THE_FASTER, LoopStep, Race
 from looped_models import ENDS, LOOPS, PROMPTS, write_looped
 from tripwire import Fault
 
@@ -84,6 +84,19 @@ def loses_its_pages(engine: eecore.Engine) -> None:
     engine.scheduler.preempt(sequence)
 
 
+def loses_its_pages_to_another_while_all_wait(engine: eecore.Engine) -> None:
+    loses_its_pages(engine)
+    for name in "012":
+        engine.hold(name)
+    waits_while_a_prompt_comes(engine)
+    engine.hold("late")
+    engine.resume("1")
+    engine.step()
+    engine.resume("0")
+    engine.resume("2")
+    engine.resume("late")
+
+
 def waits(engine: eecore.Engine) -> None:
     engine.hold("1")
     engine.step()
@@ -95,7 +108,15 @@ def waits_while_a_prompt_comes(engine: eecore.Engine) -> None:
     engine.step()
 
 
-@pytest.mark.parametrize("happens", [loses_its_pages, waits, waits_while_a_prompt_comes])
+@pytest.mark.parametrize(
+    "happens",
+    [
+        loses_its_pages,
+        loses_its_pages_to_another_while_all_wait,
+        waits,
+        waits_while_a_prompt_comes,
+    ],
+)
 @pytest.mark.parametrize("passes", [1, 2])
 def test_what_happens_in_the_middle_of_a_token_leaves_no_trace(
     model: eecore.Model, alone: list[Output], happens: Any, passes: int
@@ -128,6 +149,38 @@ def test_a_pass_that_fails_is_run_again_for_each_row(
     monkeypatch.setattr(LoopStep, "outcomes", fail)
     check(finish(engine), alone)
     assert engine.num_failed_iterations == 1
+
+
+def test_the_faster_way_is_run_and_the_other_one_tried_again() -> None:
+    race, turns = Race(2), list[tuple[bool, int]]()
+    for _ in range(1000):
+        way = race.by_loops
+        race.learn(1, 0.3 if way else 0.2)
+        if not turns or turns[-1][0] != way:
+            turns.append((way, 0))
+        turns[-1] = way, turns[-1][1] + 1
+    trial = 2 * TRIAL_TOKENS
+    faster = (TURN_OF_THE_FASTER + 1) * trial
+    assert turns[:3] == [(True, trial), (False, faster), (True, trial)]
+    race = Race(2)
+    for _ in range(1000):
+        race.learn(1, 0.1 if race.by_loops else 0.2)
+    assert race.by_loops
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_text_does_not_depend_on_the_way(
+    model: eecore.Model, alone: list[Output], first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way changes after every token, in the middle of others' tokens."""
+
+    def learn(race: Race, tokens: int, seconds: float) -> None:
+        assert seconds > 0
+        race.by_loops = race.by_loops ^ (tokens > 0)
+
+    monkeypatch.setattr(Race, "learn", learn)
+    monkeypatch.setattr(Race, "by_loops", first, raising=False)
+    check(finish(began(model)), alone)
 
 
 def test_pages_of_every_loop_are_counted(model: eecore.Model, tmp_path: Path) -> None:

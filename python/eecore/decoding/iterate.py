@@ -18,8 +18,8 @@ from eecore.decoding.chunk_pass import ChunkKind, ChunkPass, ChunkRows
 from eecore.decoding.draft_kind import DraftKind, draft_kind
 from eecore.decoding.draft_step import DraftStep
 from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
-from eecore.decoding.loop_step import LoopKind, LoopStep, goes_by_loops, loop_kind
-from eecore.decoding.memory import Array, HostSide
+from eecore.decoding.loop_step import LoopKind, LoopStep, Race, goes_by_loops, loop_kind
+from eecore.decoding.memory import Array, HostSide, power_of_two
 from eecore.decoding.prefill import Prefill, encode
 from eecore.models import DraftHead, KVCache, Network
 from eecore.planning.planner import Planner
@@ -128,6 +128,7 @@ class Iterations:
         self._is_looped = model.config.num_loops > 1
         # The last program of one loop, whose rows may go on with their next loop.
         self._passed: LoopStep | None = None
+        self._races: dict[int, Race] = {}
         self._drafted: dict[bool, DraftStep] = {}
         # The end of the last iteration, and the sequences that decoded in it.
         self._ended: tuple[float, list[Sequence]] | None = None
@@ -193,10 +194,16 @@ class Iterations:
         last = None
         if family[0].route.path is None:
             last, self._last = self._last, None  # a failed run leaves nothing to continue from
+            if self._is_looped and isinstance(last, LoopStep) != self._by_loops(family):
+                last = None
         run = self._run(last) if last is not None and last.goes_on(family) else self._launch(family)
         outcomes = run.land()
         seconds = None if since is None or run.is_first else time.perf_counter() - since
         self.planner.learn(family, outcomes, seconds)
+        if self._is_looped and seconds is not None:
+            race = self._race(family)
+            if race is not None and race.by_loops == isinstance(run.program, LoopStep):
+                race.learn(sum(len(outcome.token_ids) for outcome in outcomes), seconds)
         if family[0].ahead or family[0].route.path is not None:
             self._keep_ahead(outcomes)
         return outcomes
@@ -327,16 +334,24 @@ class Iterations:
         return kind
 
     def _by_loops(self, rows: list[Row]) -> bool:
-        """Whether rows of a looped model, all of one family, run loop by loop: where some exit
-        earlier than others may, or are in the middle of a token. A row alone has no use for it.
+        """Whether rows of a looped model, all of one family, run loop by loop: where some may exit
+        earlier than others, and that is faster; also where some are in the middle of a token that
+        no others go on with.
         """
         if not goes_by_loops(rows[0]):
             return False
-        passed = self._passed
-        if passed is not None and any(row.sequence in passed.under_way for row in rows):
-            return True
+        race, passed = self._race(rows), self._passed
+        if race is not None:
+            return self.ahead or race.by_loops
+        return passed is not None and any(row.sequence in passed.under_way for row in rows)
+
+    def _race(self, rows: list[Row]) -> Race | None:
+        """The race of the two ways to run rows of a looped model; None where there is one way."""
         ways = {(row.route.depth, row.route.points) for row in rows}
-        return len(rows) > 1 and (len(ways) > 1 or bool(rows[0].route.points))
+        if len(rows) == 1 or not (len(ways) > 1 or rows[0].route.points):
+            return None
+        size = power_of_two(len(rows))
+        return self._races.setdefault(size, Race(size)) if goes_by_loops(rows[0]) else None
 
     def _run(self, step: ExitStep | DraftStep) -> Run:
         """Run a program whose rows are loaded."""

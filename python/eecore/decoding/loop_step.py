@@ -26,6 +26,11 @@ from eecore.planning.route import Check
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.sequence import Counters, Sequence
 
+TRIAL_TOKENS = 8
+"""Tokens of each row in a trial of a way."""
+TURN_OF_THE_FASTER = 16
+"""Trials that the faster way runs for until the other one is tried again."""
+
 
 @dataclass(frozen=True)
 class LoopKind(ExitKind):
@@ -41,9 +46,42 @@ class UnderWay(NamedTuple):
     """Loops that it has run."""
     confidence: float
     """The measure so far, which a gate's adds to."""
+    position: int
+    """The position of the token's keys."""
     pages: list[int]
-    """The sequence's own list of pages: a sequence that has lost its pages begins its token anew.
+    """The sequence's own list of pages. A sequence that has lost its pages, or got the token
+    otherwise, does not go on here."""
+
+
+class Race:
+    """Which way is faster for the rows of a looped model, all in the same loop or each in its own:
+    learnt as they run, since both give the same text.
+
+    Rows in loops of their own read the weights less often, but the LM head, and the keys and values
+    of skipped loops, in every pass: on a CPU that pays for large models and a few rows.
+
+    Attributes:
+        by_loops: the way to run next.
     """
+
+    def __init__(self, num_rows: int) -> None:
+        self.by_loops, self._is_trial = True, True
+        self._trial = self._left = TRIAL_TOKENS * num_rows
+        self._tokens, self._seconds = 0, 0.0
+        self._rates: dict[bool, float] = {}
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        """Count the tokens and the time of a run; at the end of a turn choose the way again."""
+        self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
+        if self._tokens < self._left:
+            return
+        self._rates[self.by_loops] = self._tokens / self._seconds
+        self._tokens, self._seconds = 0, 0.0
+        if self._is_trial and len(self._rates) == 2:
+            self.by_loops = self._rates[True] > self._rates[False]
+            self._is_trial, self._left = False, TURN_OF_THE_FASTER * self._trial
+        else:
+            self.by_loops, self._is_trial, self._left = not self.by_loops, True, self._trial
 
 
 def goes_by_loops(row: Row) -> bool:
@@ -81,15 +119,6 @@ class LoopStep(ExitStep):
 
     # Between runs
 
-    def goes_on(self, rows: list[Row]) -> bool:
-        """Load the rows of the last pass again, each for its next loop or its next token.
-
-        Returns:
-            False, without any effect, where the rows are not the same, no longer fit, or are one
-            that begins a token.
-        """
-        return bool(len(rows) > 1 or self.under_way) and super().goes_on(rows)
-
     def take(self, last: LoopStep | None) -> None:
         """Take over the rows of another program's last pass, for the next load."""
         if last is not self:
@@ -108,8 +137,8 @@ class LoopStep(ExitStep):
         tokens, slots, lens, exit_after = [], [], [], []
         for i, (row, sequence, at) in enumerate(zip(rows, sequences, positions, strict=True)):
             before, own = last.get(sequence), sequence.pages
-            if before is None or before.pages is not own:
-                before = UnderWay(0, 0, 0.0, own)
+            if before is None or before.position != at or before.pages is not own:
+                before = UnderWay(0, 0, 0.0, at, own)
             loops[i] = loop = before.loops
             kept.append(before.place)
             confidences.append(before.confidence)
@@ -213,6 +242,7 @@ class LoopStep(ExitStep):
             sequence = row.work.sequence
             if sequence not in outcomes:
                 outcomes[sequence] = Outcome(sequence, sequence.num_computed, counters=counters)
-                so_far = got["confidence"][i]
-                self.under_way[sequence] = UnderWay(i, loops[i] + 1, so_far, sequence.pages)
+                self.under_way[sequence] = UnderWay(
+                    i, loops[i] + 1, got["confidence"][i], sequence.num_computed, sequence.pages
+                )
         return [outcomes[row.work.sequence] for _, row in rows]
