@@ -19,7 +19,6 @@ import quick
 import tiers
 from devices import DEVICE, load, share_the_gpu
 from eecore import _C
-from eecore.engine import intake
 from get_smollm2 import get_smollm2
 from reference_decoding import ReferenceModel
 from tiny_models import scale_layers, write_model
@@ -73,12 +72,6 @@ def no_races_where_asked() -> Iterator[None]:
     """With EECORE_EMULATED_RACES set, emulated kernels fail at accesses that nothing orders."""
     with emulated.checking_races() if "EECORE_EMULATED_RACES" in os.environ else nullcontext():
         yield
-
-
-@pytest.fixture(autouse=True)
-def full_depth_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests without a policy run at full depth here, as Auto depends on the clock."""
-    monkeypatch.setattr(intake, "usual_exit", lambda *_: "full")
 
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()

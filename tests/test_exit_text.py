@@ -18,7 +18,6 @@ from eecore import (
 )
 from eecore.cli.app import run
 from eecore.cli.exit_options import ExitOptions
-from eecore.engine import intake
 from eecore.exit_text import MODES, ExitTextError, Policies, exit_text, parse_exit, usual_exit
 
 SAID = {
@@ -143,10 +142,7 @@ def test_generate_takes_texts(tiny: eecore.Model) -> None:
         eecore.generate(tiny, prompts, exit=3, max_tokens=6)  # type: ignore[arg-type]
 
 
-def test_what_a_request_does_that_says_nothing(
-    tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(intake, "usual_exit", usual_exit)
+def test_what_a_request_does_that_says_nothing(tiny: eecore.Model) -> None:
     assert usual_exit(torch.device("cpu")) == "auto"
     assert usual_exit(torch.device("cuda")) == "full"
     usual, full = (
