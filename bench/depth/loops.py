@@ -6,10 +6,10 @@ python -m bench loops --model DIRECTORY   and a looped intent model with its gat
 Random models exit by a random classifier, which stops about half of the rows after each loop but
 the last; sampled tokens, all modes of a batch in turns. *In step* are the same exits with all
 rows in the same loop; without the benchmark, requests run in the way that is found to be faster.
-*Of what loops allow* is the speed-up over that by the mean number of loops. Nanbeige's full depth is also timed beside
-llama.cpp, on the same file. The intent model is made by scripts/intents/train_intents.py
-``--loops``, its gate by ``eecore train --loss gate``; exact match is over whole parses. Writes
-bench/results/loops.json and its table in bench/results.
+*Of what loops allow* is the speed-up over that by the mean number of loops. Nanbeige's full depth
+is also timed beside llama.cpp, on the same file. The intent model is made by
+scripts/intents/train_intents.py ``--loops``, its gate by ``eecore train --loss gate``; exact match
+is over whole parses. Writes bench/results/loops.json and its tables in bench/results.
 """
 
 from __future__ import annotations
