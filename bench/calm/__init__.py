@@ -1,1 +1,0 @@
-"""The early-exit framework's evaluation of a T5."""
