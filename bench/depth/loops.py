@@ -6,7 +6,8 @@ python -m bench loops --model DIRECTORY   and a looped intent model with its gat
 Random models exit by a random classifier, which stops about half of the rows after each loop but
 the last; sampled tokens, all modes of a batch in turns. *In step* are the same exits with all
 rows in the same loop; without the benchmark, requests run in the way that is found to be faster.
-*Of what loops allow* is the speed-up over that by the mean number of loops. Nanbeige's full depth
+*Of what loops allow* is the speed-up over that by the mean number of loops; *over in step*
+compares these shares, since the texts that are timed differ in their loops. Nanbeige's full depth
 is also timed beside llama.cpp, on the same file. The intent model is made by
 scripts/intents/train_intents.py ``--loops``, its gate by ``eecore train --loss gate``; exact match
 is over whole parses. Writes bench/results/loops.json and its tables in bench/results.
@@ -15,10 +16,11 @@ is over whole parses. Writes bench/results/loops.json and its tables in bench/re
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from unittest import mock
 
 import torch
@@ -43,7 +45,7 @@ from eecore.models import LlamaModel
 SHAPES = {"Ouro-1.4B": OURO, "Nanbeige4.2-3B": NANBEIGE}
 FORMATS = {"Q4_K": "Q4_K", "int8": "Q8_0"}
 THRESHOLDS = (0.9, 0.6, 0.3)
-STEPS = 12  # timed steps of each batch at full depth
+STEPS = 8  # timed steps of each batch at full depth
 DRAFTS = (1, 2, 3)
 ACCEPTED = (0.6, 0.7, 0.8, 0.9)
 GROUPS = 4  # timed batches of the intent model
@@ -85,8 +87,11 @@ def timed(
     modes: Sequence[Mode],
     rounds: int,
     temperature: float = 0.0,
+    right: Mapping[int, float] = MappingProxyType({}),
 ) -> list[Row]:
-    """A row for each mode, which take turns; the first one is full depth."""
+    """A row for each mode, which take turns; the first one is full depth. ``right``: exact match
+    by the policy's id.
+    """
     config = model.config
     runs = []
     for mode in modes:
@@ -98,16 +103,18 @@ def timed(
             with kept_to(mode):
                 run.round()
     rows, full = [], runs[0].token_ms
-    in_step = {id(m.policy): r.token_ms for m, r in zip(modes, runs, strict=True) if m.in_step}
     for mode, run in zip(modes, runs, strict=True):
         layers = [layer for step in run.exits for layer in step]
         loops = sum(layers) / len(layers) / config.exit_layers.step
         speed_up = full / run.token_ms
         row = {"mode": mode.name, "batch": len(groups[0]), "loops": loops, "speed_up": speed_up}
         row["tokens_per_s"] = 1e3 * len(groups[0]) / run.token_ms
+        row["exact"] = right.get(id(mode.policy))
         row["allowed"] = speed_up * loops / config.num_loops
-        row["over_step"] = in_step.get(id(mode.policy), full) / run.token_ms
         rows.append(row)
+    in_step = {id(m.policy): r["allowed"] for m, r in zip(modes, rows, strict=True) if m.in_step}
+    for mode, row in zip(modes, rows, strict=True):
+        row["over_step"] = row["allowed"] / in_step.get(id(mode.policy), 1.0)
     return rows
 
 
@@ -150,7 +157,7 @@ def of_shape(
                 for row in timed(model, [prompts], modes, rounds, temperature=1.0):
                     rows.append({**own, **row})
                     say(rows[-1])
-                for row in drafted(model, batch, rounds):
+                for row in drafted(model, batch, rounds) if batch in (1, 8) else ():
                     drafts.append({**own, **row})
                     say(drafts[-1])
         del model
@@ -178,17 +185,19 @@ def of_intent(
     texts = [record["input"] for record in records]
     right = {}
     for mode in modes:
+        if mode.in_step:
+            continue  # the same texts
         outputs = eecore.generate(model, texts, exit=mode.policy, max_tokens=LONGEST_PARSE)
         same = (out.text == r["target"] for out, r in zip(outputs, records, strict=True))
-        right[mode.name] = sum(same) / len(records)
+        right[id(mode.policy)] = sum(same) / len(records)
     prompts = [model.tokenizer.encode(text) for text in texts]
     rows = []
     torch.set_num_threads(1)
     for batch in batches:
         groups = batches_of(prompts[: batch * GROUPS], batch)
-        for row in timed(model, groups, modes, rounds):
+        for row in timed(model, groups, modes, rounds, right=right):
             own = {"model": "intent", "weights": "float32", "threads": 1}
-            rows.append({**own, **row, "exact": right[row["mode"]]})
+            rows.append({**own, **row})
             say(rows[-1])
     return rows
 
