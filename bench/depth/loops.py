@@ -3,7 +3,7 @@
 python -m bench loops                     random weights in the shapes of Ouro and Nanbeige
 python -m bench loops --model DIRECTORY   and a looped intent model with its gate
 
-Random models exit by a random classifier, which stops about half of the rows after each loop but
+Random models exit by a random classifier, which stops some rows after each loop but
 the last; sampled tokens, all modes of a batch in turns. *In step* are the same exits with all
 rows in the same loop; without the benchmark, requests run in the way that is found to be faster.
 *Of what loops allow* is the speed-up over that by the mean number of loops; *over in step*
@@ -72,9 +72,10 @@ def coin(model: eecore.Model) -> ConfidentExit:
     """An exit after about every other loop, by the sign of a random sum of the state."""
     assert isinstance(model.network, LlamaModel)
     draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(3, model.config.vocab_size, (64,), generator=draw).tolist()
     ends = model.config.exit_layers[:-1]
-    states = [s for _, s in forced_states(model.network, Scored(tokens), ends)]
+    states = []
+    for tokens in torch.randint(3, model.config.vocab_size, (16, 8), generator=draw).tolist():
+        states += [s for _, s in forced_states(model.network, Scored(tokens), ends)]
     weight = torch.randn(2, model.config.hidden_size, generator=draw)
     stay, leave = (torch.cat(states).float() @ weight.T).unbind(1)
     bias = torch.stack([(leave - stay).median(), torch.tensor(0.0)])
@@ -148,7 +149,8 @@ def of_shape(
         file = make_random_gguf(Path(scratch) / "looped.gguf", SHAPES[name], FORMATS[weights])
         model = eecore.load(file, device="cpu", kv_cache_tokens=256, prefix_cache=False)
         exits = coin(model)
-        modes = [Mode("full depth", Full()), Mode("exits", exits), Mode("in step", exits, True)]
+        modes = [Mode("full depth", Full()), Mode("exits", exits)]
+        modes.append(Mode("exits, in step", exits, in_step=True))
         for count in threads:
             torch.set_num_threads(count)
             for batch in batches:
@@ -181,7 +183,8 @@ def of_intent(
     modes = [Mode("full depth", Full())]
     for threshold in THRESHOLDS:
         policy = ConfidentExit(threshold, "gate")
-        modes += [Mode(f"gate {threshold:g}", policy), Mode("in step", policy, in_step=True)]
+        name = f"gate {threshold:g}"
+        modes += [Mode(name, policy), Mode(f"{name}, in step", policy, in_step=True)]
     texts = [record["input"] for record in records]
     right = {}
     for mode in modes:
@@ -235,7 +238,14 @@ def drafts_table(figures: Figures) -> str:
     return table_of(columns, figures["drafts"])
 
 
-REPORTS = (Report("loops", {"loops": table, "loop drafts": drafts_table}),)
+CASE = ("model", "weights", "threads", "batch")
+REPORTS = (
+    Report(
+        "loops",
+        {"loops": table, "loop drafts": drafts_table},
+        {"rows": (*CASE, "mode"), "drafts": (*CASE, "drafts")},
+    ),
+)
 
 
 def main(words: Sequence[str]) -> None:
