@@ -67,6 +67,8 @@ def all_runs(folder: Path) -> None:
         return len(asked) == 3 and os.environ["RANK"] == "1"  # the second process alone
 
     out = folder / "stopped"
+    if os.environ["RANK"] == "1":
+        time.sleep(1)  # the first process has made the directory by now
     result = run_of("whole", out, {}, should_stop=third_time)
     assert (result.finished, result.step) == (False, 3)
     left = (state_path(out) / "run.json").read_bytes()

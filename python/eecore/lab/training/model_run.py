@@ -19,7 +19,7 @@ from eecore.files.whole import filling
 from eecore.lab.training.data import TokenData
 from eecore.lab.training.exit_model import ExitModel, ExitScores
 from eecore.lab.training.libraries import library, no_progress_bars, tensorboard_writer
-from eecore.lab.training.processes import num_processes
+from eecore.lab.training.processes import is_first, num_processes
 from eecore.lab.training.recipe import LoraSettings, TrainingConfig
 from eecore.lab.training.run_files import (
     check_run,
@@ -110,7 +110,7 @@ def train(
     torch.manual_seed(config.seed)
     if resume:
         read_run(place)
-    else:
+    elif is_first():  # it may have begun to write before another process looks
         check_new(directory)
     trained = model if config.lora is None else _with_lora(model, config.lora)
     if resume:

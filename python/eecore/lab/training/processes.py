@@ -16,11 +16,16 @@ def num_processes() -> int:
     return int(size) if "RANK" in os.environ and size.isdecimal() else 1
 
 
+def is_first() -> bool:
+    """Whether this is the first of the processes, which writes."""
+    return num_processes() == 1 or os.environ["RANK"] == "0"
+
+
 @contextlib.contextmanager
 def first_alone_speaks() -> Iterator[None]:
     """Processes other than the first print nothing in this context, at whose end they part."""
     with contextlib.ExitStack() as silenced:
-        if num_processes() > 1 and os.environ["RANK"] != "0":
+        if not is_first():
             nowhere = silenced.enter_context(open(os.devnull, "r+"))
             silenced.enter_context(contextlib.redirect_stdout(nowhere))
             silenced.enter_context(contextlib.redirect_stderr(nowhere))
