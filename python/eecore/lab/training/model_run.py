@@ -110,7 +110,7 @@ def train(
     torch.manual_seed(config.seed)
     if resume:
         read_run(place)
-    elif is_first():  # it may have begun to write before another process looks
+    else:
         check_new(directory)
     trained = model if config.lora is None else _with_lora(model, config.lora)
     if resume:
@@ -159,11 +159,14 @@ def _check_processes(config: TrainingConfig, on_cpu: bool) -> None:
 
 
 def check_new(out: Path) -> None:
-    """Refuse a directory in which a new run cannot begin.
+    """Refuse a directory in which a new run cannot begin. Of several processes the first one looks:
+    it may have begun to write when another one comes.
 
     Raises:
         TrainingError: it has files; a run that can be resumed is named.
     """
+    if not is_first():
+        return
     found = kind_of(out)
     if found != "nothing" and (found != "a directory" or any(out.iterdir())):
         hint = " (a run can be resumed there)" if is_begun(state_path(out)) else ""
