@@ -263,7 +263,7 @@ class Iterations:
         """
         run, _ = after.places[rows[0].work.sequence]
         step = run.program
-        if isinstance(step, LoopStep):
+        if self._is_looped and isinstance(step, LoopStep):
             return None  # which rows have made their token is not known yet
         followers, places = [], after.places
         for row in rows:
@@ -315,7 +315,7 @@ class Iterations:
     def _launch(self, rows: list[Row]) -> Run:
         """Load rows that share a program, and run it."""
         step = self._same_again(rows) or self._program(self._kind(rows))
-        if isinstance(step, LoopStep):
+        if self._is_looped and isinstance(step, LoopStep):
             step.take(self._passed)
             self._passed = step
         step.load(rows)
