@@ -18,7 +18,7 @@ from torch import Tensor
 from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.head_drafts import HeadKeys
-from eecore.decoding.heads import KNOWN, HeadWork, head_fields, measure_states, state_measure
+from eecore.decoding.heads import KNOWN, HeadWork, head_fields, state_measure
 from eecore.decoding.memory import Array, Field, HostSide
 from eecore.decoding.sampling import (
     DRAWS_TOKEN,
@@ -354,7 +354,8 @@ class ExitStep(Step):
         elif check.measure == "softmax":
             measure = model.measure
         elif check.measure == "cut":
-            confidence = measure_states(model, check.measure, None, previous, hidden)
+            assert model.draft_head is not None
+            confidence = model.draft_head.gap(hidden)
         elif check.measure == "gate":
             assert isinstance(model, LlamaModel)
             measure = model.gate

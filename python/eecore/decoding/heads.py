@@ -17,7 +17,7 @@ from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.memory import Field
 from eecore.decoding.sampling import HeadSizes
-from eecore.exits import ExitClassifier, Measure
+from eecore.exits import ExitClassifier
 from eecore.models import Network
 
 # The token of a row is known already.
@@ -26,20 +26,6 @@ KNOWN = 0
 GREEDY = 1
 # The token of a row is made from logits.
 LOGITS = 2
-
-
-def measure_states(
-    model: Network,
-    measure: Measure,
-    classifier: ExitClassifier | None,
-    previous: Tensor,
-    hidden: Tensor,
-) -> Tensor:
-    """A measure other than ``softmax`` of [num_rows, hidden_size]: float32 [num_rows]."""
-    if measure == "cut":
-        assert model.draft_head is not None
-        return model.draft_head.gap(hidden)
-    return state_measure(classifier, previous)(hidden)
 
 
 def state_measure(

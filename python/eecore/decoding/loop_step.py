@@ -233,11 +233,10 @@ class LoopStep(ExitStep):
         for i, _ in ended:
             got["exit_layer"][i] = (loops[i] + 1) * self._stack
         outcomes = {outcome.sequence: outcome for outcome in super().outcomes(ended, arrived)}
-        counters = Counters(passes=1, rows_in_passes=len(self.rows))
+        count = len(self.rows)
+        counters = Counters(passes=1, rows_in_passes=count)
         for outcome in outcomes.values():
-            outcome.counters = replace(
-                outcome.counters, passes=1, rows_in_passes=counters.rows_in_passes
-            )
+            outcome.counters = replace(outcome.counters, passes=1, rows_in_passes=count)
         for i, row in rows:
             sequence = row.work.sequence
             if sequence not in outcomes:
