@@ -6,6 +6,7 @@ an error, but no page is lost, and nothing is done twice.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections import Counter
@@ -56,12 +57,15 @@ def python_calls(engine: Engine, steps: int = 8) -> float:
         calls += event == "call"
 
     before = sys.getprofile()
+    gc.collect()  # what is left of other engines calls back when it is collected
+    gc.disable()
     sys.setprofile(counts)
     try:
         for _ in range(steps):
             engine.step()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return calls / steps
 
 
