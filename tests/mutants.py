@@ -1804,6 +1804,20 @@ CALIBRATION = (
         "tests/calibration/test_calibration.py",
     ),
     Mutant(
+        "thought-stops-before-enough-probes",
+        "python/eecore/thought_stop.py",
+        "if answer and len(last) == self.agreeing:",
+        "if answer:",
+        "tests/test_thought_stop.py",
+    ),
+    Mutant(
+        "thought-stops-on-one-confident-probe",
+        "python/eecore/thought_stop.py",
+        "all(probe.confidence >= self.threshold for probe in last)",
+        "any(probe.confidence >= self.threshold for probe in last)",
+        "tests/test_thought_stop.py",
+    ),
+    Mutant(
         "calibration-without-its-classifier",
         "python/eecore/calibration/procedure.py",
         "classifier_sha256=None if classifier is None else classifier.sha256",
