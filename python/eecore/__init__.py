@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         RequestStats,
         StepOutput,
     )
+    from eecore.thought_stop import Probe, ThoughtStop
 
 _NAMES = {
     "eecore.calibration_file": ("Calibration",),
@@ -63,6 +64,7 @@ _NAMES = {
         "SelfSpeculative",
     ),
     "eecore.guide": ("Guide",),
+    "eecore.thought_stop": ("Probe", "ThoughtStop"),
     "eecore.files.headers": ("get_include",),
     "eecore.generation": ("Model", "generate", "load", "stream"),
     "eecore.files.builtin": ("default_model",),
@@ -100,6 +102,7 @@ __all__ = [
     "ModelConfig",
     "ModelError",
     "Output",
+    "Probe",
     "PromptLogprob",
     "PromptLookup",
     "RequestError",
@@ -110,6 +113,7 @@ __all__ = [
     "SkipSearch",
     "StepOutput",
     "T5Config",
+    "ThoughtStop",
     "build_info",
     "calibrate",
     "default_model",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from eecore.errors import ModelError, RequestError
 from eecore.guide import Guide
+from eecore.thought_stop import ThoughtStop
 from eecore.values import (
     FLAG,
     MIN_POSITIVE,
@@ -470,6 +471,8 @@ class SamplingParams:
         thinking_budget: tokens of the thought after which it is closed, at the next end of a
             sentence or line, at most 32 tokens later; 0 closes it at once. ``max_tokens`` has room
             for the answer all the same: a thought that leaves less than 16 tokens is closed sooner.
+        think: when a thought ends because its answer stands; None: where the model ends it, or the
+            budget does.
         guide: the form that the text must have; None for any text. Confidence and log-probabilities
             are over the allowed tokens. A thought before the answer is free.
     """
@@ -497,6 +500,7 @@ class SamplingParams:
     prompt_logprobs: Annotated[int | None, whole()] = None
     ends_repetition: Annotated[bool, FLAG] = False
     thinking_budget: Annotated[int | None, whole()] = None
+    think: Annotated[ThoughtStop | None, instance(ThoughtStop)] = None
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is None:
@@ -553,6 +557,11 @@ class SamplingParams:
         made = object.__new__(SamplingParams)
         vars(made).update(vars(self), seed=seed)
         return made
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether only some tokens may be allowed: by a guide, or at the end of a thought."""
+        return not (self.guide is None and self.thinking_budget is None and self.think is None)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from eecore.errors import EecoreError
+from eecore.thought_stop import Probe
 
 
 class PromptLogprob(NamedTuple):
@@ -67,6 +68,13 @@ class RequestStats:
     """Passes of one loop of a looped model, which requests in other loops may have shared."""
     rows_in_passes: int = 0
     """Rows of all requests in these passes."""
+    thought_end: str | None = None
+    """What ended the thought: ``model``, ``budget``, or the verdict of a
+    :class:`eecore.ThoughtStop`, ``confident`` or ``hopeless``; None where there was none, or no end
+    of one, or nothing but the model could end it.
+    """
+    probe_rows: int = 0
+    """Positions that probes of the thought ran; ``layers_run`` counts their layers, too."""
     full_depth_s: float | None = None
     """Seconds that as many tokens would have taken at full depth among the same requests. Passes
     count as they were measured on this model, and other work, mainly prompts, as it was. None where
@@ -191,6 +199,8 @@ class Output:
     """The text in which the model reasoned before its answer, without its markers and the line ends
     around them; None where there is none. ``token_ids`` have its tokens, too.
     """
+    thought_probes: list[Probe] = field(default_factory=list)
+    """The probes of the thought, where a :class:`eecore.ThoughtStop` asked for them."""
 
 
 @dataclass(frozen=True, eq=False)

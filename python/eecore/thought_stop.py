@@ -103,8 +103,8 @@ class ThoughtStop:
 
 # Answers
 
-# The end of an answer's first sentence, but not of "St." or "e.g.".
-_SENTENCE = re.compile(r"(?:(?<=[\d)\]}*$%])|(?<=[^\W\d_]{3}))[.!?]\s")
+# The end of the first sentence of an answer, but not of "St." or "e.g.".
+SENTENCE_END = re.compile(r"(?:(?<=[\d)\]}*$%])|(?<=[^\W\d_]{3}))[.!?]\s")
 _WRAPPED = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _UNIT = re.compile(r"(?<=\d)(?:\\[ ,;!]|\s|~)*\\(?:text|mathrm)\s*\{[^{}]*\}")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
@@ -119,7 +119,7 @@ def normalised(text: str) -> str:
     ``**1,250.00**.`` is ``1250``.
     """
     lines = text.strip().splitlines()
-    kept = _SENTENCE.split(lines[0], maxsplit=1)[0] if lines else ""
+    kept = SENTENCE_END.split(lines[0], maxsplit=1)[0] if lines else ""
     kept = _UNIT.sub("", kept)
     for pattern, form in ((_WRAPPED, r"\1"), (_FRACTION, r"\1/\2"), (_WRAPPED, r"\1")):
         kept = pattern.sub(form, kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from devices import engine_of, load
 from eecore import (
     ConfidentExit,
     EngineConfig,
+    FixedExit,
     Full,
     Guide,
     HeadDrafts,
@@ -22,6 +24,7 @@ from eecore import (
     RequestError,
     SamplingParams,
     SelfSpeculative,
+    ThoughtStop,
 )
 from eecore.exits import Exit
 from eecore.models import Tokenizer
@@ -180,6 +183,9 @@ BUDGETS: list[dict[str, Any]] = [
     {"thinking_budget": 12, "stop": ("e", "\n")},
     {"thinking_budget": 5, "repetition_penalty": 1.3, "logprobs": 2},
     *({"thinking_budget": budget, "logit_bias": SENTENCES} for budget in (10, 17, 25)),
+    {"think": ThoughtStop(0.0, 1, every=6, stem=" A", max_answer=5), "max_tokens": 110},
+    {"think": ThoughtStop(0.0, 2, every=4, stem=" A", max_answer=3), "guide": NUMBER},
+    {"think": ThoughtStop(math.inf, every=5, max_answer=4), "thinking_budget": 30},
 ]
 
 
@@ -210,6 +216,8 @@ def test_lossless_modes_give_what_full_gives(
         )
         assert one.finish_reason == other.finish_reason
         assert one.stats.thought_tokens == other.stats.thought_tokens
+        assert one.stats.thought_end == other.stats.thought_end
+        assert one.thought_probes == other.thought_probes
 
 
 @pytest.mark.parametrize("policy", LOSSLESS[:3], ids=str)
@@ -265,6 +273,10 @@ def test_mixed_batches_and_preemptions(always: eecore.Model) -> None:
         (Full(), {}, 1.0),
         (HeadDrafts(3, 0.0), {"thinking_budget": 2}, 0.0),
         (eecore.Auto(), {"thinking_budget": 8}, 0.0),
+        (eecore.Auto(), {"think": ThoughtStop(0.0, 1, every=6, stem=" A", max_answer=5)}, 0.0),
+        (SelfSpeculative(2, 3), {"think": ThoughtStop(math.inf, every=5, stem=" A")}, 1.0),
+        (ConfidentExit(threshold=0.9), {"think": ThoughtStop(0.0, 1, every=4, stem=" A")}, 0.0),
+        (FixedExit(3), {"think": ThoughtStop(0.0, 1, every=4, stem=" A", max_answer=3)}, 1.0),
     ]
     requests = [
         Request(
@@ -353,7 +365,7 @@ def test_budgets_that_cannot_be(always: eecore.Model, tmp_path: Path) -> None:
         said = refusals(always, prompts, thinking_budget=budget)
         assert said.startswith("thinking_budget: expected None or a whole number, 0..")
     said = refusals(always, prompts, thinking_budget=3, max_tokens=4)
-    assert said.startswith("max_tokens: expected at least 5 with a thinking_budget")
+    assert said.startswith("max_tokens: expected at least 5 with thinking_budget")
     plain = load(write_model(tmp_path / "plain"), kv_cache_tokens=256)
     said = refusals(plain, ["a"], thinking_budget=3)
     assert said.startswith("thinking_budget: expected a model with markers of thoughts")

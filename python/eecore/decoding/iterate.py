@@ -308,9 +308,8 @@ class Iterations:
 
     def _must_land(self, work: Work) -> bool:
         """Whether the next run of a row needs the outcome of the last one on the host."""
-        sampling = work.sequence.sampling
-        is_guided = sampling.guide is not None or sampling.thinking_budget is not None
-        return work.is_prefill or is_guided
+        sequence = work.sequence
+        return work.is_prefill or sequence.sampling.has_masks or sequence.parent is not None
 
     def _launch(self, rows: list[Row]) -> Run:
         """Load rows that share a program, and run it."""

@@ -42,19 +42,13 @@ def needs_logits(sampling: SamplingParams) -> bool:
         or sampling.counts_tokens
         or bool(sampling.biases)
         or bool(sampling.logprobs)
-        or sampling.guide is not None
-        or sampling.thinking_budget is not None
+        or sampling.has_masks
     )
 
 
 def follows_text(sampling: SamplingParams) -> bool:
     """Whether a request's text so far changes its logits."""
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.counts_tokens
-        or sampling.guide is not None
-        or sampling.thinking_budget is not None
-    )
+    return sampling.repetition_penalty != 1.0 or sampling.counts_tokens or sampling.has_masks
 
 
 @dataclass(frozen=True)

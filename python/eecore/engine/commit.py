@@ -16,6 +16,7 @@ from eecore.engine.repetition import is_due, repeats_itself
 from eecore.engine.text import Decoded, Shown, TextStream
 from eecore.exits import Exit
 from eecore.output import Output, Piece, PromptLogprob, RequestStats, StepOutput
+from eecore.planning.draft_state import DraftState
 from eecore.planning.row import Outcome
 from eecore.planning.thoughts import GuidedThought
 from eecore.scheduling.scheduler import Scheduler
@@ -39,6 +40,8 @@ class Taken:
     """Characters of the text that the caller has after this step."""
     piece: Callable[[], Piece] | None = None
     """Returns the new text."""
+    is_probed: bool = False
+    """Whether a probe of the thought comes before the next token."""
 
 
 class Commits:
@@ -95,6 +98,9 @@ class Commits:
         for outcome in outcomes:
             sequence, token_ids = outcome.sequence, outcome.token_ids
             draft, text, times = sequence.draft, sequence.text, sequence.times
+            if sequence.parent is not None:
+                _probed(sequence.parent, outcome)
+                continue
             error, taken = outcome.error, None
             if not token_ids and error is None and outcome.num_computed == sequence.num_computed:
                 _count_pass(sequence, outcome)  # a loop of a token that is not made yet
@@ -139,10 +145,8 @@ class Commits:
             sequence.kv_exit_layers += outcome.kv_exit_layers
             sequence.prompt_logprobs += outcome.prompt_logprobs
             sequence.output_ids += token_ids
-            guided, path = draft.guided, draft.route.path
-            if isinstance(guided, GuidedThought) and path is not None and not path.is_given:
-                # Layers draft no tokens that may have masks.
-                sequence.is_resting = guided.rests(sequence.output_ids, sequence.max_drafts)
+            if draft.guided is not None:
+                _rest(sequence, draft)
             sequence.exit_layers += outcome.exit_layers
             sequence.confidences += outcome.confidences
             sequence.logprobs += outcome.logprobs
@@ -158,6 +162,9 @@ class Commits:
             if taken is not None:
                 piece = taken.piece
                 _keep_text(text, taken)
+                if taken.is_probed:
+                    assert sequence.probes is not None
+                    sequence.probe = sequence.probes.begin(sequence)
                 if taken.reason is not None:
                     output = self._output(sequence, taken.reason, taken.decoded, now)
                     publishes = True
@@ -245,6 +252,7 @@ class Commits:
         text = sequence.text
         decoded = text.decoded if text is not None and text.watches else None
         guided, reason, num_text = sequence.draft.guided, None, len(all_ids)
+        probes, is_probed = sequence.probes, False
         for added, token in enumerate(outcome.token_ids, 1):
             all_ids.append(token)
             if token in sequence.stop_set:
@@ -265,7 +273,11 @@ class Commits:
             if reason is not None:
                 outcome.keep(added)
                 break
-        taken = Taken(reason)
+            if probes is not None and probes.is_due(all_ids):
+                is_probed = True
+                outcome.cut(added)
+                break
+        taken = Taken(reason, is_probed=is_probed)
         if reason is not None:
             self._end_text(taken, sequence, all_ids, num_text, decoded)
         elif decoded is not None:
@@ -329,6 +341,7 @@ class Commits:
             cached_tokens=sequence.cached_tokens,
             full_depth_s=total + times.full_depth_s - times.timed_s if is_timed else None,
             thought_tokens=0 if text is None or decoded is None else text.num_thought(decoded),
+            thought_end=_thought_end(sequence),
             **asdict(sequence.counters),
         )
         return Output(
@@ -345,7 +358,32 @@ class Commits:
             prompt_logprobs=_prompt_logprobs(sequence),
             error=error,
             thought=None if decoded is None else decoded.thought,
+            thought_probes=[] if sequence.probes is None else sequence.probes.found,
         )
+
+
+def _probed(sequence: Sequence, outcome: Outcome) -> None:
+    """Count what an iteration did for the probe of a sequence, unless that has ended."""
+    if outcome.error is not None:
+        LOGGER.warning("a probe of %r failed", sequence.request_id, exc_info=outcome.error)
+    if outcome.sequence is sequence.probe:
+        assert sequence.draft is not None
+        assert sequence.probes is not None
+        sequence.probes.learn(outcome)
+        _rest(sequence, sequence.draft)
+
+
+def _rest(sequence: Sequence, draft: DraftState) -> None:
+    """Let layers draft no tokens that may have masks."""
+    guided, path = draft.guided, draft.route.path
+    if isinstance(guided, GuidedThought) and path is not None and not path.is_given:
+        sequence.is_resting = guided.rests(sequence.output_ids, sequence.max_drafts)
+
+
+def _thought_end(sequence: Sequence) -> str | None:
+    """What has ended the thought of a sequence, where something other than the model can."""
+    guided = None if sequence.draft is None else sequence.draft.guided
+    return guided.end_of(sequence.output_ids) if isinstance(guided, GuidedThought) else None
 
 
 def _count_pass(sequence: Sequence, outcome: Outcome) -> None:

@@ -16,6 +16,7 @@ from eecore.models.text.thinking import Thinking
 from eecore.planning.auto import best_exit_layers
 from eecore.planning.draft_state import AnyGuided, draft_state
 from eecore.planning.guided import Guided, Guides
+from eecore.planning.probes import ThoughtProbes
 from eecore.planning.thoughts import GuidedThought
 from eecore.scheduling.sequence import Sequence
 from eecore.values import as_index, shown
@@ -103,9 +104,18 @@ class Intake:
         )
         before = prompt_ids if input_ids is None else []
         guided = None if sampling.guide is None else self.guides.follow(sampling.guide)
-        if guided is not None or sampling.thinking_budget is not None:
+        if sampling.has_masks:
             after = self._after_thought(sequence, before, guided)
             draft_state(sequence, config.exit_layers, after)
+            if sampling.think is not None and isinstance(after, GuidedThought):
+                assert self._tokenizer is not None
+                sequence.probes = ThoughtProbes(
+                    self._tokenizer,
+                    after,
+                    sampling.think,
+                    sampling.thinking_budget,
+                    config.exit_layers[-1],
+                )
         if self._tokenizer is not None:
             sequence.text = TextStream(
                 self._tokenizer, before, sampling.stop, sequence.output_ids, self.thinking
@@ -132,6 +142,7 @@ class Intake:
             sequence.stop_set | sequence.eos_token_ids,
             guided,
             self._network.config.vocab_size,
+            sampling.think,
         )
 
     def _ask_for_training(self, policy: Exit) -> None:
@@ -184,16 +195,18 @@ class Intake:
     def _check_sampling(self, sampling: SamplingParams) -> None:
         """Check the settings whose limits depend on the model."""
         vocab_size = self._network.config.vocab_size
-        if sampling.thinking_budget is not None:
+        for name in ("thinking_budget", "think"):
+            if (asked := getattr(sampling, name)) is None:
+                continue
             if self.thinking is None:
                 raise RequestError(
-                    "thinking_budget: expected a model with markers of thoughts in its tokenizer "
-                    f"or chat template, got {sampling.thinking_budget} for one without"
+                    f"{name}: expected a model with markers of thoughts in its tokenizer or chat "
+                    f"template, got {shown(asked)} for one without"
                 )
             if sampling.max_tokens <= (needed := self.thinking.max_closing):
                 raise RequestError(
-                    f"max_tokens: expected at least {needed + 1} with a thinking_budget, which "
-                    f"closing a thought and an answer take, got {sampling.max_tokens}"
+                    f"max_tokens: expected at least {needed + 1} with {name}, which closing a "
+                    f"thought and an answer take, got {sampling.max_tokens}"
                 )
         if sampling.stop and self._tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer for stop strings")

@@ -85,6 +85,15 @@ class Outcome:
     """Why the sequence cannot go on; nothing else of the outcome counts then."""
 
     def keep(self, count: int) -> None:
-        """Remove all tokens after the first ``count``."""
+        """Remove all tokens after the first ``count``, with which the text ends."""
         del self.token_ids[count:], self.exit_layers[count:], self.confidences[count:]
         del self.logprobs[count:], self.top_logprobs[count:]
+
+    def cut(self, count: int) -> None:
+        """Remove all tokens after the first ``count``, after which the request goes on."""
+        surplus = len(self.token_ids) - count
+        if surplus:
+            self.keep(count)
+            self.num_computed -= surplus
+            del self.kv_exit_layers[-surplus:]
+            self.ahead = None

@@ -1,8 +1,9 @@
-"""Thoughts with a budget, and guides that begin after a thought.
+"""Thoughts with a budget or probes, and guides that begin after a thought.
 
 A thought that has reached its budget ends at the next end of a sentence or line: from there masks
-allow only the tokens that close it. All of this follows from the text alone, so that drafts,
-batches and preemptions do not change it.
+allow only the tokens that close it. A thought with a :class:`~eecore.ThoughtStop` has places at
+which it is probed, and may end at each of them. All of this follows from the text alone, so that
+drafts, batches and preemptions do not change it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from eecore.models import IncrementalDecoder, Tokenizer
-from eecore.models.text.thinking import Part, Reading, Thinking
+from eecore.models.text.thinking import AFTER, Part, Reading, Thinking
 from eecore.planning.guided import Array, Guided
+from eecore.thought_stop import ThoughtStop
 
 OVERTIME = 32
 """Tokens after the budget in which the end of a sentence or line is awaited."""
@@ -44,6 +46,12 @@ class Place(NamedTuple):
     """The tokens that have to come next."""
     was_forced: bool = False
     """Whether the tokens before the answer were forced."""
+    probed: int = 0
+    """Tokens of the thought before its last probe."""
+    is_due: bool = False
+    """Whether a probe comes here."""
+    end: str | None = None
+    """What has ended the thought; None: nothing yet, or the model."""
     answer: int | None = None
     """Tokens before the answer, once it has begun."""
 
@@ -58,6 +66,7 @@ class GuidedThought:
         stops: tokens that end the request.
         guided: the beginning of the answer's guide; None: the answer is free.
         vocab_size: number of the model's logits.
+        stop: where the thought is probed; None: nowhere.
     """
 
     def __init__(
@@ -71,11 +80,18 @@ class GuidedThought:
         stops: frozenset[int],
         guided: Guided | None,
         vocab_size: int,
+        stop: ThoughtStop | None = None,
     ) -> None:
-        self._thinking, self._budget, self._guided = thinking, budget, guided
+        self._thinking, self._guided = thinking, guided
+        self._budget = max_tokens if budget is None and stop is not None else budget
+        self._stop, self._verdict = stop, (-1, "")
         self.num_words = -(-vocab_size // 32)
         self.binds_all = guided is not None
         """Whether any token may have a mask, so that drafts have to be known before it."""
+        self._max_probed = 0
+        """Tokens of the text before a probe, at most."""
+        if stop is not None:
+            self._max_probed = max_tokens - thinking.max_closing - probe_tokens(tokenizer, stop)
         left = max_tokens - thinking.max_closing
         self._max_thought = left - min(ANSWER_ROOM, (left + 1) // 2)
         self._unstopped = np.full(self.num_words, -1, dtype=np.int32)
@@ -88,18 +104,34 @@ class GuidedThought:
 
     def is_over(self, token_ids: list[int]) -> bool:
         """Whether only the end of the text can follow these tokens."""
-        answer, guided = self._at(token_ids).answer, self._guided
+        answer, guided = self.at(token_ids).answer, self._guided
         return guided is not None and answer is not None and guided.is_over(token_ids[answer:])
 
     def rests(self, token_ids: list[int], most: int) -> bool:
         """Whether the next token, or one after some of ``most`` drafts, may have a mask, where the
         answer is free.
         """
-        place, budget = self._at(token_ids), self._budget
-        if place.answer is not None or budget is None:
+        place = self.at(token_ids)
+        if place.answer is not None or self._budget is None:
             return place.was_forced and place.answer == place.num_tokens
-        left = min(budget - place.num_thought, self._max_thought - place.num_tokens)
+        left = min(self._budget - place.num_thought, self._max_thought - place.num_tokens)
         return bool(place.forced) or left <= most
+
+    def closing(self, place: Place) -> tuple[int, ...]:
+        """The tokens between a place and the answer, if the thought ends there."""
+        if place.forced or place.reading.part is Part.CLOSED:
+            return place.forced or self._thinking.after
+        return self._thinking.closing(at_line=place.tail.endswith("\n"))
+
+    def end_of(self, token_ids: list[int]) -> str | None:
+        """What has ended a thought: ``model``, ``budget`` or a verdict; None: nothing yet."""
+        place = self.at(token_ids)
+        return (place.end or "model") if place.answer else None
+
+    def end(self, num_tokens: int, verdict: str) -> None:
+        """End the thought after these tokens, which are the text so far."""
+        self._verdict = num_tokens, verdict
+        self._place = self._planned(self._place)
 
     def drafts(
         self, token_ids: list[int], proposed: Ordered[int], most: int, stops: frozenset[int]
@@ -112,7 +144,7 @@ class GuidedThought:
             most: maximum number of drafts to return.
             stops: tokens that end the text, which are not drafted.
         """
-        place, kept = self._at(token_ids), list[int]()
+        place, kept = self.at(token_ids), list[int]()
         left = list(takewhile(lambda token: token not in stops, proposed[:most]))
         is_beginning = place.reading.part is Part.BEGINNING
         if self._guided is not None and is_beginning and left[:1] != [self._thinking.opening_id]:
@@ -138,7 +170,7 @@ class GuidedThought:
             token_ids: tokens of the text so far.
             drafts: drafts from :meth:`drafts`.
         """
-        place = self._at(token_ids)
+        place = self.at(token_ids)
         if not self.binds_all:
             masks[len(drafts) + 1 :] = -1  # drafts that layers make come where no mask binds
         for row in range(len(drafts) + 1):
@@ -165,7 +197,7 @@ class GuidedThought:
         else:
             mask[:] = -1
 
-    def _at(self, token_ids: list[int]) -> Place:
+    def at(self, token_ids: list[int]) -> Place:
         """The place after these tokens; once the answer has begun, the place where it did."""
         count = len(self._seen)
         if token_ids[max(count - KNOWN, 0) : count] != self._seen[-KNOWN:]:
@@ -195,10 +227,26 @@ class GuidedThought:
             num_thought=place.num_thought + was_in,
             tail="" if thought is None else (place.tail + text)[-TAIL:] if was_in else "",
             forced=place.forced[1:],
+            is_due=False,
         )
         if place.reading.part is Part.BEGINNING and reading.part is Part.ANSWER:
             return made._replace(answer=0)  # there is no thought
-        return made if made.forced else self._planned(made)
+        if not made.forced:
+            made = self._planned(made)
+        return self._probed(made, text) if was_in and self._stop is not None else made
+
+    def _probed(self, place: Place, text: str) -> Place:
+        """The place after a token of a thought with this text, with whether a probe comes there."""
+        assert self._stop is not None
+        count, every = place.num_thought - place.probed, self._stop.every
+        is_end = place.reading.part not in (Part.OPENED, Part.THOUGHT)
+        is_due = is_end and self._stop.records
+        if not is_end and not place.forced:
+            is_end = text != "" and place.tail.endswith(AFTER)
+            is_due = count >= 2 * every or (count >= every and is_end)
+        if not is_due or place.num_tokens > self._max_probed:
+            return place
+        return place._replace(probed=place.num_thought, is_due=True)
 
     def _planned(self, place: Place) -> Place:
         """The place with the tokens that have to come next, or the beginning of the answer."""
@@ -206,14 +254,22 @@ class GuidedThought:
         if part in (Part.OPENED, Part.THOUGHT):
             if budget is None:
                 return place
-            over = place.num_thought - budget
+            over, (probed, verdict) = place.num_thought - budget, self._verdict
             is_end = budget == 0 or over >= OVERTIME or bool(ENDS.search(place.tail))
+            end = verdict if count == probed else None
             if count >= self._max_thought or (over >= 0 and is_end):
-                closing = self._thinking.closing(at_line=place.tail.endswith("\n"))
-                return place._replace(forced=closing, was_forced=True)
+                end = "budget"
+            if end is not None:
+                forced = self.closing(place)
+                return place._replace(forced=forced, was_forced=True, end=end)
         elif part in (Part.CLOSED, Part.ANSWER):
             after = self._thinking.after
             if self._guided is not None and part is Part.CLOSED and not place.was_forced and after:
                 return place._replace(forced=after, was_forced=True)
             return place._replace(answer=count)
         return place
+
+
+def probe_tokens(tokenizer: Tokenizer, stop: ThoughtStop) -> int:
+    """Tokens of a probe after the end of the thought, at most."""
+    return len(tokenizer.encode(stop.stem, add_special_tokens=False)) + stop.max_answer

@@ -105,6 +105,8 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue  # preempted by an older one just now, or out of budget
+            if sequence.probe is not None and sequence.is_decoding:
+                sequence = _probe_of(sequence)
             written = len(sequence.output_ids)
             num_tokens = len(sequence.prompt_ids) + written
             if written and sequence.num_computed == num_tokens - 1:
@@ -222,7 +224,7 @@ class Scheduler:
                 break
             youngest = self.running[-1]
             self.preempt(youngest)
-            if youngest is sequence:
+            if youngest in (sequence, sequence.parent):
                 return False
         self._grow(sequence, positions)
         return True
@@ -343,6 +345,17 @@ class Scheduler:
         del self.requests[sequence.request_id]
         self.pages.release(sequence)
         _forget_pages(sequence)
+
+
+def _probe_of(sequence: Sequence) -> Sequence:
+    """The probe that runs next in the place of a sequence, over its pages."""
+    probe = sequence.probe
+    assert probe is not None
+    if probe.pages is not sequence.pages:
+        probe.pages, probe.num_computed = sequence.pages, sequence.num_computed
+        probe.output_ids, probe.logprobs = [], []
+    probe.status = SequenceStatus.RUNNING
+    return probe
 
 
 def _forget_pages(sequence: Sequence, preemptions: int = 0) -> None:

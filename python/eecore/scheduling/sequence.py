@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from eecore.exits import Exit
     from eecore.output import PromptLogprob
     from eecore.planning.draft_state import DraftState
+    from eecore.planning.probes import ThoughtProbes
 
 # Maximum drafts of a round, whatever a policy says: among so many one is wrong anyway.
 MAX_DRAFTS = 64
@@ -39,6 +40,7 @@ class Counters:
     preemptions: int = 0
     passes: int = 0
     rows_in_passes: int = 0
+    probe_rows: int = 0
 
 
 @dataclass(slots=True)
@@ -104,6 +106,12 @@ class Sequence:
     """Whether the next round drafts nothing, even where the policy allows drafts."""
     text: TextStream | None = None
     """The text of the tokens; None without a tokenizer."""
+    parent: Sequence | None = None
+    """The sequence whose thought this one probes; None for a request."""
+    probes: ThoughtProbes | None = None
+    """The probes of the request's thought, where a :class:`eecore.ThoughtStop` asks for them."""
+    probe: Sequence | None = None
+    """The probe that runs over the sequence's pages, before its next token."""
     stop_ids: list[int] = field(init=False)
     """Tokens that end the request, ascending."""
     stop_set: frozenset[int] = field(init=False)

@@ -1,0 +1,322 @@
+"""Probes of thoughts: where they come, what they read, and that they leave nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eecore
+from devices import engine_of, load
+from eecore import (
+    ConfidentExit,
+    EngineConfig,
+    FixedExit,
+    Full,
+    Output,
+    Probe,
+    PromptLookup,
+    RequestError,
+    SamplingParams,
+    SelfSpeculative,
+    ThoughtStop,
+)
+from eecore.decoding.iterate import Iterations
+from eecore.exits import Exit
+from eecore.planning.row import Outcome
+from eecore.scheduling.sequence import Sequence
+from eecore.thought_stop import normalised
+from thinking_models import ALWAYS, CLOSES, HYBRID, QUESTION, write_thinking_model
+from tiny_models import scale_layers, write_model
+from tripwire import Fault
+from workloads import Driver, Request, check_books, serve
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEM = " A"
+RECORD = ThoughtStop(math.inf, every=6, stem=STEM, max_answer=5)
+ENDS = ThoughtStop(0.0, 1, every=6, stem=STEM, max_answer=5)
+LETTERS = {token: -100 for token in range(256) if not (33 <= token < 91 or token == 198)}
+LINES = {**LETTERS, CLOSES: -100, 198: 3}
+"""Biases with which a thought has whole characters, many line ends, and no end."""
+CLOSED = "\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
+    """A model whose template opens the thought."""
+    directory = tmp_path_factory.mktemp("probes") / "thinker"
+    write_thinking_model(directory, ALWAYS, seed=3, num_hidden_layers=5)
+    scale_layers(directory, {2: 0.2, 3: 0.1, 4: 0.2})
+    return load(directory, kv_cache_tokens=4096)
+
+
+def asked(model: eecore.Model, question: str = "Why?") -> list[int]:
+    assert model.tokenizer is not None
+    return model.tokenizer.encode_chat([{"role": "user", "content": question}])
+
+
+def thought(model: eecore.Model, think: ThoughtStop | None, **settings: Any) -> Output:
+    """What a model answers."""
+    given = {"max_tokens": 150, "logit_bias": LINES, "ignore_eos": True, **settings}
+    exit = given.pop("exit", Full())
+    (output,) = eecore.generate(model, asked(model), exit=exit, think=think, **given)
+    return output
+
+
+# What a probe reads
+
+
+def expected_probe(model: eecore.Model, output: Output, count: int, exit: Exit) -> Probe:
+    """The answer of a request of its own after the first tokens of a thought."""
+    assert model.tokenizer is not None
+    encode, text = model.tokenizer.encode, model.tokenizer.decode(output.token_ids[:count])
+    closing = encode(CLOSED.lstrip("\n") if text.endswith("\n") else CLOSED)
+    start = [*asked(model), *output.token_ids[:count], *closing, *encode(STEM)]
+    (answer,) = eecore.generate(model, start, exit=exit, max_tokens=5, logprobs=0)
+    assert answer.logprobs is not None
+    words = normalised(answer.text or "")
+    mean = math.exp(sum(answer.logprobs) / len(answer.logprobs))
+    return Probe(count, words, mean if words else 0.0)
+
+
+@pytest.mark.parametrize("exit", [Full(), PromptLookup(4, min_ngram=1), FixedExit(3)], ids=str)
+def test_a_probe_reads_what_a_request_of_its_own_would(thinker: eecore.Model, exit: Exit) -> None:
+    output = thought(thinker, RECORD, exit=exit)
+    deep = exit if isinstance(exit, FixedExit) else Full()
+    probes = output.thought_probes[:-1]  # the last one comes after the end of the thought
+    assert len(probes) > 5
+    assert len({probe.answer for probe in probes}) > 2
+    for probe in probes:
+        expected = expected_probe(thinker, output, probe.num_tokens, deep)
+        assert (probe.num_tokens, probe.answer) == (expected.num_tokens, expected.answer)
+        if "\n" not in probe.answer and expected.confidence:
+            assert probe.confidence == pytest.approx(expected.confidence, rel=1e-3)
+    assert output.stats.probe_rows >= 8 * len(probes)
+
+
+def test_a_probe_verifies_the_last_answer(
+    thinker: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These drafts change nothing but the number of passes."""
+    runs: list[tuple[list[Probe], Counter[str]]] = []
+    for verifies in (True, False):
+        counts: Counter[str] = Counter()
+        probes_of = eecore.planning.probes.ThoughtProbes
+        learn, begin = probes_of.learn, probes_of.begin
+
+        def counted(self: Any, outcome: Outcome, learn: Any = learn, counts: Any = counts) -> None:
+            counts["passes"] += 1
+            counts["accepted"] += outcome.counters.accepted
+            learn(self, outcome)
+
+        def forgetful(
+            self: Any, sequence: Sequence, begin: Any = begin, verifies: bool = verifies
+        ) -> Sequence:
+            self._last = self._last if verifies else []
+            made: Sequence = begin(self, sequence)
+            return made
+
+        with monkeypatch.context() as patch:
+            patch.setattr(probes_of, "learn", counted)
+            patch.setattr(probes_of, "begin", forgetful)
+            steady = ThoughtStop(math.inf, every=2, stem=STEM * 9, max_answer=5)
+            runs.append((thought(thinker, steady).thought_probes, counts))
+    (found, counts), (plain, alone) = runs
+    assert found == plain
+    assert alone["accepted"] == 0 < counts["accepted"]
+    assert counts["passes"] < alone["passes"]
+
+
+def test_an_answer_is_whole_once_its_line_ends(thinker: eecore.Model) -> None:
+    """Whatever drafts were accepted after that."""
+    engine = engine_of(thinker)
+    sequence = engine.prepare(asked(thinker), sampling=SamplingParams(think=RECORD))
+    assert thinker.tokenizer is not None
+    assert sequence.probes is not None
+    for text, count in (("42\nx", 3), ("\n42", 0), ("42", 0), ("4. No", 3), ("3.14", 0)):
+        probe = sequence.probes.begin(sequence)
+        probe.output_ids = thinker.tokenizer.encode(text, add_special_tokens=False)
+        assert sequence.probes._num_whole(probe) == count
+
+
+# Where a thought ends
+
+
+def test_probes_leave_nothing(thinker: eecore.Model) -> None:
+    for exit in (Full(), SelfSpeculative(2, 4), ConfidentExit(0.5), FixedExit(3)):
+        for heat in (0.0, 1.0)[: 1 if exit.max_drafts else 2]:  # what is drawn depends on drafts
+            settings: dict[str, Any] = {"exit": exit, "temperature": heat, "seed": 5}
+            plain = thought(thinker, None, thinking_budget=1000, **settings)
+            output = thought(thinker, RECORD, **settings)
+            assert output.thought_probes
+            assert plain.token_ids == output.token_ids
+            assert plain.confidences == output.confidences or exit.max_drafts
+            assert (plain.stats.probe_rows, plain.thought_probes) == (0, [])
+            assert output.stats.thought_end == plain.stats.thought_end == "budget"
+
+
+def test_a_thought_ends_where_the_rule_says(thinker: eecore.Model) -> None:
+    free, output = thought(thinker, RECORD), thought(thinker, ENDS)
+    first = next(probe for probe in free.thought_probes if probe.answer)
+    assert output.thought_probes[-1] == first
+    assert output.stats.thought_end == "confident"
+    count = first.num_tokens
+    assert output.token_ids[:count] == free.token_ids[:count]
+    assert output.token_ids[count : count + 4].count(CLOSES) == 1
+    assert output.stats.thought_tokens <= count + 2
+    assert output.text
+    never = thought(thinker, ThoughtStop(1.0, every=6, stem=STEM, max_answer=5))
+    assert never.token_ids == free.token_ids
+    assert never.thought_probes == [p for p in free.thought_probes if p.num_tokens < 150][:-1]
+
+
+def test_places_of_probes(thinker: eecore.Model) -> None:
+    """At the first end of a paragraph after so many tokens, at latest after twice as many."""
+    output = thought(thinker, RECORD, logit_bias={**LINES, 198: 7})
+    assert thinker.tokenizer is not None
+    last, early = 0, 0
+    for probe in output.thought_probes[:-1]:
+        text = thinker.tokenizer.decode(output.token_ids[: probe.num_tokens])
+        assert 6 <= probe.num_tokens - last <= 12
+        is_early = probe.num_tokens - last < 12
+        assert not is_early or text.endswith("\n\n")
+        last, early = probe.num_tokens, early + is_early
+    assert early
+
+
+def test_the_model_may_close_its_thought(thinker: eecore.Model) -> None:
+    output = thought(thinker, RECORD, logit_bias={CLOSES: 4})
+    assert output.stats.thought_end == "model"
+    assert output.thought_probes[-1].num_tokens == output.stats.thought_tokens
+    ended = thought(thinker, ENDS, logit_bias={CLOSES: 100})
+    assert (ended.stats.thought_end, ended.thought_probes) == ("model", [])
+
+
+def test_a_probe_has_room(thinker: eecore.Model) -> None:
+    """No probe reaches beyond the tokens that the request may have."""
+    for most in range(12, 40):
+        output = thought(thinker, RECORD, max_tokens=most)
+        assert len(output.token_ids) == most
+        for probe in output.thought_probes:
+            assert probe.num_tokens + 4 + 2 + 5 <= most + 3
+
+
+# What happens to a request within a probe
+
+
+def until_probed(driver: Driver, name: str) -> Sequence:
+    """Step until a request is probed; returns its sequence."""
+    while (sequence := driver.engine.requests[name]).probe is None:
+        driver.step()
+    return sequence
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_cancel_and_hold_within_a_probe(thinker: eecore.Model, steps: int, page_size: int) -> None:
+    sampling = SamplingParams(max_tokens=60, think=RECORD, logit_bias=LINES, ignore_eos=True)
+    requests = [Request(asked(thinker, text), Full(), sampling) for text in ("Why?", "Who?")]
+    expected = [output.token_ids for output in serve(engine_of(thinker), requests)]
+    driver = Driver(engine_of(thinker, EngineConfig(kv_cache_tokens=512, page_size=page_size)))
+    for name in ("a", "b", "c"):
+        driver.add(requests["abc".index(name) % 2], name)
+    until_probed(driver, "a")
+    for _ in range(steps):
+        driver.step()
+    check_books(driver.engine)
+    driver.hold("a")
+    driver.step()
+    until_probed(driver, "b")
+    output = driver.cancel("b")
+    assert output is not None
+    assert output.token_ids == expected[1][: len(output.token_ids)]
+    driver.resume("a")
+    check_books(driver.engine)
+    driver.finish()
+    assert [driver.outputs[name].token_ids for name in "ac"] == [expected[0]] * 2
+
+
+def test_a_request_that_loses_its_pages_is_probed_anew(thinker: eecore.Model) -> None:
+    """Wherever in a probe it loses them."""
+    sampling = SamplingParams(max_tokens=60, think=RECORD, logit_bias=LINES, ignore_eos=True)
+    requests = [Request(asked(thinker, text), Full(), sampling) for text in ("Why?", "Who?")]
+    expected = serve(engine_of(thinker), requests)
+    for steps in range(5):
+        driver = Driver(engine_of(thinker, EngineConfig(kv_cache_tokens=512, page_size=4)))
+        for name, request in zip("ab", requests, strict=True):
+            driver.add(request, name)
+        sequence = until_probed(driver, "b")
+        for _ in range(steps):
+            driver.step()
+        driver.engine.scheduler.preempt(sequence)
+        check_books(driver.engine)
+        driver.finish()
+        for name, output in zip("ab", expected, strict=True):
+            assert driver.outputs[name].token_ids == output.token_ids
+            assert driver.outputs[name].thought_probes == output.thought_probes
+
+
+def test_pages_of_a_probe_are_not_shared(thinker: eecore.Model) -> None:
+    """A prompt that begins as a probe does finds the request's own keys alone."""
+    engine = engine_of(thinker, EngineConfig(kv_cache_tokens=2048, page_size=2))
+    sampling = SamplingParams(max_tokens=60, think=RECORD, logit_bias=LINES, ignore_eos=True)
+    (output,) = serve(engine, [Request(asked(thinker), Full(), sampling)])
+    assert thinker.tokenizer is not None
+    closing = thinker.tokenizer.encode(CLOSED)
+    for probe in output.thought_probes[:-1]:
+        prompt = [*asked(thinker), *output.token_ids[: probe.num_tokens], *closing, 5, 6]
+        plain = SamplingParams(max_tokens=4)
+        (cached,) = serve(engine, [Request(prompt, Full(), plain)])
+        (alone,) = serve(engine_of(thinker), [Request(prompt, Full(), plain)])
+        assert cached.stats.cached_tokens >= probe.num_tokens
+        assert cached.token_ids == alone.token_ids
+
+
+def test_a_probe_that_fails_has_no_answer(
+    thinker: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = thought(thinker, RECORD)
+    prefill, calls = Iterations._prefill, iter(range(1000))
+
+    def failing(self: Any, prompts: Any) -> Any:
+        if any(work.sequence.parent is not None for work in prompts) and next(calls) < 4:
+            raise Fault("of this probe")
+        return prefill(self, prompts)
+
+    monkeypatch.setattr(Iterations, "_prefill", failing)
+    output = thought(thinker, RECORD)
+    assert output.token_ids == plain.token_ids
+    assert output.finish_reason == "length"
+    num_failed = next(i for i, p in enumerate(output.thought_probes) if p.answer or p.confidence)
+    assert num_failed
+    assert output.thought_probes[-3:] == plain.thought_probes[-3:]
+
+
+# What is refused
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> eecore.Model:
+    return load(write_model(tmp_path / "plain"), kv_cache_tokens=256)
+
+
+def test_rules_that_cannot_be(thinker: eecore.Model, plain: eecore.Model) -> None:
+    for think in (3, "always", True, {"threshold": 0.5}):
+        with pytest.raises(RequestError, match=r"^think: expected None or a ThoughtStop"):
+            SamplingParams(think=think)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"^think: expected a model with markers of thoughts"):
+        eecore.generate(plain, "a", think=RECORD)
+    with pytest.raises(RequestError, match=r"^max_tokens: expected at least 5 with think,"):
+        thought(thinker, RECORD, max_tokens=4)
+
+
+def test_an_answer_without_a_thought_has_no_probes(tmp_path: Path) -> None:
+    model = load(write_thinking_model(tmp_path / "m", HYBRID), kv_cache_tokens=512)
+    assert model.tokenizer is not None
+    prompt = model.tokenizer.encode_chat(QUESTION, enable_thinking=False)
+    (output,) = eecore.generate(model, prompt, think=ENDS, max_tokens=40)
+    assert (output.thought, output.thought_probes, output.stats.thought_end) == (None, [], None)
