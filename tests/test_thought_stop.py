@@ -44,17 +44,18 @@ def test_a_confidence_that_is_no_number_is_none() -> None:
     assert stop.verdict(probes_of(("18", 1.0), ("18", math.nan)), None) is None
 
 
-def test_a_thought_without_an_answer_at_three_quarters_of_its_budget_is_hopeless() -> None:
-    stop = ThoughtStop(0.9)
+def test_a_thought_without_an_answer_late_in_its_budget_is_hopeless() -> None:
+    stop = ThoughtStop(0.9, hopeless=0.75)
     nothing = probes_of(("", 0.0), ("", 0.0), ("", 0.0))
     assert stop.verdict(nothing, 256) == "hopeless"
     assert stop.verdict(nothing, 257) is None
     assert stop.verdict(nothing, None) is None
     assert stop.verdict(probes_of(("3", 0.1), ("", 0.0), ("", 0.0)), 256) is None
+    assert ThoughtStop(0.9).verdict(nothing, 256) is None
 
 
 def test_no_thought_ends_while_probes_are_recorded() -> None:
-    stop = ThoughtStop(math.inf, agreeing=1)
+    stop = ThoughtStop(math.inf, agreeing=1, hopeless=0.0)
     assert stop.records
     assert not ThoughtStop(1.0).records
     assert stop.verdict(probes_of(("18", 1.0)), None) is None
@@ -70,6 +71,7 @@ def test_no_thought_ends_while_probes_are_recorded() -> None:
         ({"agreeing": 0}, "agreeing: expected a whole number, 1..64, got 0"),
         ({"every": 0}, "every: expected a whole number, 1..2147483647, got 0"),
         ({"stem": ""}, "stem: expected a text of 1 to 256 characters, got ''"),
+        ({"hopeless": 1.5}, "hopeless: expected None or 0..1, got 1.5"),
         ({"max_answer": 257}, "max_answer: expected a whole number, 1..256, got 257"),
     ],
 )

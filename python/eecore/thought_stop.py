@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Annotated, Literal, NamedTuple
 
 from eecore.errors import ExitError
-from eecore.values import Rule, as_real, check_fields, whole
+from eecore.values import Rule, as_real, check_fields, real, whole
 
 Verdict = Literal["confident", "hopeless"]
 
@@ -24,8 +24,6 @@ MAX_PROBE_TOKENS = 256
 """Tokens of a probed answer at most."""
 MAX_STEM = 256
 """Characters of a stem at most."""
-HOPELESS = 0.75
-"""Share of a budget after which a thought that gave no answer ends."""
 
 
 class Probe(NamedTuple):
@@ -54,8 +52,6 @@ STEM = Rule(
 class ThoughtStop:
     """End a thought as soon as its last probes agree.
 
-    A thought also ends when three quarters of its budget are gone and no probe gave an answer.
-
     Args:
         threshold: the least confidence of each of the last probes; infinity: thoughts are probed,
             and end by themselves.
@@ -64,6 +60,8 @@ class ThoughtStop:
             many tokens again at most.
         stem: the beginning of the answer that a probe asks for.
         max_answer: most tokens of a probed answer.
+        hopeless: the share of a thought's budget after which it also ends where no probe gave an
+            answer; None: it goes on, as many a thought finds its answer late.
         contract: the promise of outputs whose thoughts end by this rule.
     """
 
@@ -72,6 +70,7 @@ class ThoughtStop:
     every: Annotated[int, whole(1)] = 64
     stem: Annotated[str, STEM] = "The answer is"
     max_answer: Annotated[int, whole(1, MAX_PROBE_TOKENS)] = 16
+    hopeless: Annotated[float | None, real(0.0, 1.0)] = None
     contract: str = "uncalibrated"
 
     def __post_init__(self) -> None:
@@ -97,8 +96,9 @@ class ThoughtStop:
             agrees = all(probe.answer == answer for probe in last)
             if agrees and all(probe.confidence >= self.threshold for probe in last):
                 return "confident"
-        is_late = budget is not None and probes[-1].num_tokens >= HOPELESS * budget
-        return "hopeless" if is_late and not any(probe.answer for probe in probes) else None
+        if self.hopeless is None or budget is None or any(probe.answer for probe in probes):
+            return None
+        return "hopeless" if probes[-1].num_tokens >= self.hopeless * budget else None
 
 
 # Answers
