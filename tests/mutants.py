@@ -1853,6 +1853,13 @@ CALIBRATION = (
         "tests/test_thought_stop.py",
     ),
     Mutant(
+        "thoughts-that-end-wrong-are-no-loss",
+        "python/eecore/calibration/thoughts.py",
+        'counts = loss == "different" or bool(trajectory.is_right)',
+        "counts = bool(trajectory.is_right)",
+        "tests/calibration/test_thoughts.py",
+    ),
+    Mutant(
         "calibration-without-its-classifier",
         "python/eecore/calibration/procedure.py",
         "classifier_sha256=None if classifier is None else classifier.sha256",

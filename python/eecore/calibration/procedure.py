@@ -85,9 +85,9 @@ def tried_thresholds(
             return
 
 
-def lowest_passed(steps: Iterable[CalibrationStep]) -> float:
-    """The last threshold that passed; 1, which never exits early, if none did."""
-    return min((step.threshold for step in steps if step.passed), default=1.0)
+def lowest_passed(steps: Iterable[CalibrationStep], *, otherwise: float = 1.0) -> float:
+    """The last threshold that passed; ``otherwise``, with which nothing ends early, if none did."""
+    return min((step.threshold for step in steps if step.passed), default=otherwise)
 
 
 # Making one

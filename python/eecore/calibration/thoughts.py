@@ -1,0 +1,157 @@
+"""The search for the threshold of a :class:`eecore.thought_stop.ThoughtStop`: Learn then Test on
+thoughts that ran to their ends.
+
+For questions like those of the calibration set, the expected loss of ending thoughts early is at
+most ``max_loss``, with probability at least ``confidence`` over the choice of the set. The loss of
+a question is 1 where its thought ends early with another answer than that of the whole thought; or
+only where the whole thought's answer is right. Hopeless ends count as any other. (Angelopoulos et
+al., Learn then Test, arXiv 2110.01052; Conformal Thinking, arXiv 2602.03814.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from eecore.calibration.procedure import check_number, lowest_passed, tried_thresholds
+from eecore.calibration_file import CalibrationStep
+from eecore.errors import RequestError
+from eecore.files.json_fields import JsonFields
+from eecore.files.readable import path_of
+from eecore.files.texts import JsonLine, json_lines
+from eecore.thought_stop import Probe, ThoughtStop, Verdict, normalised
+from eecore.values import as_real
+
+ThoughtLoss = Literal["different", "lost"]
+LOSSES = ("different", "lost")
+GRID = tuple(i / 100 for i in range(100, -1, -1))
+"""The thresholds that are tried, in this order."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A thought that ran to its end, and its probes on the way."""
+
+    id: str
+    full_tokens: int
+    """Tokens of the whole thought."""
+    full_answer: str
+    """The answer after the whole thought, as :func:`eecore.thought_stop.normalised` writes it."""
+    probes: tuple[Probe, ...]
+    is_right: bool | None = None
+    """Whether that answer is right; None where it is not known."""
+
+
+class ThoughtEnd(NamedTuple):
+    """The end of a thought under a rule."""
+
+    num_tokens: int
+    answer: str
+    num_probes: int
+    reason: Verdict | None
+    """None where the thought ended by itself."""
+
+
+def read_trajectories(path: str | Path) -> list[Trajectory]:
+    """Read JSON lines of ``{"id": text, "full_tokens": n, "full_answer": text, "is_right": true,
+    "probes": [{"num_tokens": n, "answer": text, "confidence": p}, ...]}``; ``is_right`` may be
+    missing.
+
+    Raises:
+        RequestError: the file cannot be read, has no trajectory, or a line is malformed; the
+            message has its number.
+    """
+    path = path_of(path, RequestError)
+    found = [_trajectory(line) for line in json_lines(path)]
+    if not found:
+        raise RequestError(f"{path}: expected at least one trajectory, got none")
+    return found
+
+
+def _trajectory(line: JsonLine) -> Trajectory:
+    read = JsonFields.of(line.value, line.where, RequestError)
+    read.only("id", "full_tokens", "full_answer", "probes", optional=("is_right",))
+    full_tokens, before = read.integer("full_tokens", 1), 0
+    probes = []
+    for each in read.objects("probes"):
+        each.only("num_tokens", "answer", "confidence")
+        before = each.integer("num_tokens", before + 1, full_tokens)
+        confidence = each.number("confidence", 0.0, 1.0)
+        probes.append(Probe(before, normalised(each.text("answer")), confidence))
+    return Trajectory(
+        id=read.text("id"),
+        full_tokens=full_tokens,
+        full_answer=normalised(read.text("full_answer")),
+        probes=tuple(probes),
+        is_right=read.flag("is_right", None),
+    )
+
+
+def ended(trajectory: Trajectory, stop: ThoughtStop, budget: int | None = None) -> ThoughtEnd:
+    """Where a thought ends under a rule.
+
+    Args:
+        budget: the budget that the thought ran with.
+    """
+    probes = trajectory.probes
+    for count, probe in enumerate(probes, 1):
+        reason = stop.verdict(probes[:count], budget)
+        if reason is not None:
+            return ThoughtEnd(probe.num_tokens, probe.answer, count, reason)
+    return ThoughtEnd(trajectory.full_tokens, trajectory.full_answer, len(probes), None)
+
+
+def loss_of(trajectory: Trajectory, end: ThoughtEnd, loss: ThoughtLoss) -> float:
+    """1 where the end's answer is a loss, else 0."""
+    counts = loss == "different" or bool(trajectory.is_right)
+    return float(counts and end.answer != trajectory.full_answer)
+
+
+def calibrated_stop(
+    trajectories: Sequence[Trajectory],
+    stop: ThoughtStop,
+    *,
+    max_loss: float,
+    confidence: float = 0.9,
+    loss: ThoughtLoss = "different",
+    budget: int | None = None,
+) -> tuple[ThoughtStop, list[CalibrationStep]]:
+    """The rule with the lowest threshold that keeps the promise; infinity where none does.
+
+    Args:
+        trajectories: thoughts about questions drawn like those of the intended use.
+        stop: the rule, apart from its threshold.
+        max_loss: the tolerated expected loss, between 0 and 1.
+        confidence: the least probability that it is not exceeded, between 0 and 1.
+        loss: ``different``, or ``lost``: a right answer lost.
+        budget: the budget that the thoughts ran with.
+
+    Returns:
+        The rule, whose contract is the promise, and the thresholds that were tried.
+
+    Raises:
+        RequestError: a setting is wrong, there are too few trajectories, or, for the loss ``lost``,
+            it is not known of one whether its answer is right.
+    """
+    for name, value in (("max_loss", max_loss), ("confidence", confidence)):
+        if as_real(value, 0.0, 1.0) in (None, 0.0, 1.0):
+            raise RequestError(f"{name}: expected a number between 0 and 1, got {value!r}")
+    if loss not in LOSSES:
+        raise RequestError(f"loss: expected {' or '.join(LOSSES)}, got {loss!r}")
+    unknown = [each.id for each in trajectories if each.is_right is None]
+    if loss == "lost" and unknown:
+        raise RequestError(
+            f"trajectories: expected to know whether answers are right for the loss lost, got one "
+            f"where it is not known: {unknown[0]!r}"
+        )
+    check_number(len(trajectories), max_loss, 1.0 - confidence)
+
+    def losses_at(threshold: float) -> list[float]:
+        tried = replace(stop, threshold=threshold)
+        return [loss_of(each, ended(each, tried, budget), loss) for each in trajectories]
+
+    steps = list(tried_thresholds(losses_at, GRID, max_loss, 1.0 - confidence))
+    return replace(stop, threshold=lowest_passed(steps, otherwise=math.inf)), steps
