@@ -28,6 +28,7 @@ BENCHMARKS = {
     "weights": "bench.quality.weights",
     "quality": "bench.quality.quality",
     "same-text": "bench.quality.same_text",
+    "think": "bench.quality.think",
     "transformers": "bench.integrations.transformers",
     "vllm": "bench.integrations.vllm",
     "serve": "bench.serving.serve",

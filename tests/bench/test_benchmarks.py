@@ -36,6 +36,7 @@ SMALLEST = {
     "loops": f"{ONE} --model {{folder}}/looped --data {{folder}} --count 16 --shapes",
     "weights": "--dry-run --cache --tokens 64 --max-tokens 4",
     "same-text": "--count 2 --engines eecore --dry-run",
+    "think": "--trajectories {folder}/thoughts.jsonl --splits 2 --dry-run",
     "transformers": f"{ONE} --count 2",
     "serve": "--quick --models intent",
     "soak-serve": "--minutes 0.1 --dry-run",
@@ -59,6 +60,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     write_byte_tokenizer(tmp_path / "looped")
     record = json.dumps({"input": "light on", "target": "[on]"}) + "\n"
     (tmp_path / "test.jsonl").write_text(record * 16)
+    probe = {"num_tokens": 48, "answer": "18", "confidence": 0.9}
+    thought = {"id": "a", "full_tokens": 96, "full_answer": "18", "probes": [probe]}
+    (tmp_path / "thoughts.jsonl").write_text(f"{json.dumps(thought)}\n" * 400)
     before = contents()
     yield tmp_path
     assert contents() == before
