@@ -1860,6 +1860,13 @@ CALIBRATION = (
         "tests/calibration/test_thoughts.py",
     ),
     Mutant(
+        "thoughts-of-another-template-end-early",
+        "python/eecore/calibration_file.py",
+        "if tokenizer_sha256 != self.tokenizer_sha256:",
+        "if not tokenizer_sha256:",
+        "tests/calibration/test_thought_calibration.py",
+    ),
+    Mutant(
         "calibration-without-its-classifier",
         "python/eecore/calibration/procedure.py",
         "classifier_sha256=None if classifier is None else classifier.sha256",

@@ -209,7 +209,7 @@ FLOORS = {
     "template_process": "",
     "config": "guide thought_stop",
     "output": "thought_stop",
-    "calibration_file": "config",
+    "calibration_file": "config thought_stop",
     "exits": "calibration_file config",
     "exit_text": "exits",
     "ops": "_C _cuda",

@@ -1,22 +1,24 @@
 """A calibration: a threshold, how it was found, and its guarantee.
 
 :func:`eecore.calibrate` makes calibrations; :meth:`eecore.ConfidentExit.calibrated` makes a policy
-from one.
+from one. A :class:`ThoughtCalibration` has the rule that ends thoughts.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, get_args
 
 from eecore.config import MAX_LAYERS
 from eecore.errors import ExitError
 from eecore.files.json_fields import JsonFields
-from eecore.files.readable import path_of
+from eecore.files.readable import beside_model, is_file, path_of
 from eecore.files.whole import write_text
+from eecore.thought_stop import ThoughtStop
 from eecore.values import FLAG, Rule, check_fields, choice, real, reals, whole, wholes
 
 Measure = Literal["softmax", "state", "classifier", "cut", "gate"]
@@ -57,8 +59,30 @@ class CalibrationStep:
     mean_exit_layer: Annotated[float | None, real(0.0, MAX_LAYERS)] = None
 
 
+class ForModel:
+    """What holds for one model alone, in the number formats that it ran in."""
+
+    model_sha256: str
+    dtype: str
+    weights: str | None
+
+    def check_model(self, source: Source | None) -> None:
+        """Raise :class:`eecore.ExitError` unless this is the model that was calibrated."""
+        if source is None:
+            raise ExitError("calibration: expected a model loaded from a directory, got another")
+        for name, calibrated, got in (
+            ("weights", self.weights, source.weights),
+            ("dtype", self.dtype, source.dtype),
+            ("model", _short(self.model_sha256), _short(source.sha256)),
+        ):
+            if calibrated != got:
+                raise ExitError(
+                    f"calibration: made for {name} {calibrated}, got {name} {got}: calibrate again"
+                )
+
+
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(ForModel):
     """A calibrated threshold, its settings, and all measurements."""
 
     threshold: Share
@@ -165,19 +189,101 @@ class Calibration:
                 f"({_short(self.vocabulary_sha256)}), got others ({_short(sha256)})"
             )
 
-    def check_model(self, source: Source | None) -> None:
-        """Raise :class:`eecore.ExitError` unless this is the model that was calibrated."""
-        if source is None:
-            raise ExitError("calibration: expected a model loaded from a directory, got another")
-        for name, calibrated, got in (
-            ("weights", self.weights, source.weights),
-            ("dtype", self.dtype, source.dtype),
-            ("model", _short(self.model_sha256), _short(source.sha256)),
-        ):
-            if calibrated != got:
-                raise ExitError(
-                    f"calibration: made for {name} {calibrated}, got {name} {got}: calibrate again"
-                )
+
+_RULE = [field.name for field in fields(ThoughtStop) if field.name != "contract"]
+
+
+@dataclass(frozen=True)
+class ThoughtCalibration(ForModel):
+    """A calibrated rule for the ends of thoughts, and its guarantee."""
+
+    stop: ThoughtStop
+    """The rule; its threshold is infinity where none keeps the guarantee."""
+    max_loss: Share
+    confidence: Share
+    loss: Annotated[str, choice("different", "lost")]
+    num_questions: Annotated[int, whole(1)]
+    thinking_budget: Annotated[int | None, whole()]
+    saved: Share
+    """The share of the thinking tokens that the rule saves on the questions."""
+    model_sha256: Annotated[str, SHA256]
+    tokenizer_sha256: Annotated[str, SHA256]
+    dtype: Annotated[str, choice("float32", "bfloat16", "float16")]
+    weights: Annotated[str | None, choice("int8", "int4")]
+
+    @property
+    def promise(self) -> str:
+        """The guarantee in words."""
+        loss = "other answers" if self.loss == "different" else "right answers lost"
+        return (
+            f"calibrated (at most {self.max_loss:g} {loss}, confidence {self.confidence:g}, on "
+            f"{self.num_questions} questions)"
+        )
+
+    def save(self, path: str | Path) -> None:
+        values = asdict(self)
+        rule = {name: values["stop"][name] for name in _RULE}
+        if self.stop.records:
+            rule["threshold"] = None  # JSON has no infinity
+        write_text(path, json.dumps(values | {"stop": rule}, indent=2) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> ThoughtCalibration:
+        """Read a file of :meth:`save`.
+
+        Raises:
+            ExitError: the file cannot be read or is not a calibration of thoughts.
+        """
+        read = JsonFields.read(path_of(path, ExitError), ExitError)
+        read.only(*(field.name for field in fields(ThoughtCalibration)))
+        inner = read.inner("stop")
+        if inner is None:
+            raise read.wrong("stop", "an object", None)
+        inner.only(*_RULE)
+        rule = inner.values
+        rule["threshold"] = math.inf if rule["threshold"] is None else rule["threshold"]
+        try:
+            calibration = ThoughtCalibration(**read.values | {"stop": ThoughtStop(**rule)})
+        except ExitError as error:
+            raise ExitError(f"{read.where}: {error}") from None
+        check_fields(calibration, ExitError, f"{read.where}: ")
+        return calibration
+
+    @staticmethod
+    def file_of(model: Path) -> Path:
+        """The place beside a model: in its directory, or next to a GGUF file."""
+        name = "calibration-thoughts.json"
+        return beside_model(model, name) if model.is_dir() else model.with_suffix(f".{name}")
+
+    @staticmethod
+    def beside(model: Path) -> ThoughtCalibration:
+        """The calibration beside a model.
+
+        Raises:
+            ExitError: there is none, or it cannot be read.
+        """
+        path = ThoughtCalibration.file_of(model)
+        if not is_file(path):
+            raise ExitError(
+                f"think: expected {path.name} beside the model, got nothing "
+                "(eecore calibrate --think writes one)"
+            )
+        return ThoughtCalibration.load(path)
+
+    def stop_for(self, source: Source | None, tokenizer_sha256: str) -> ThoughtStop:
+        """The rule, for the model and the tokenizer that it was calibrated for.
+
+        Raises:
+            ExitError: it was calibrated for another model, tokenizer or chat template.
+        """
+        self.check_model(source)
+        if tokenizer_sha256 != self.tokenizer_sha256:
+            raise ExitError(
+                "calibration: expected the tokenizer and chat template that it was made with "
+                f"({_short(self.tokenizer_sha256)}), got others ({_short(tokenizer_sha256)}): "
+                "calibrate again"
+            )
+        return replace(self.stop, contract=self.promise)
 
 
 def _step(read: JsonFields) -> CalibrationStep:

@@ -6,6 +6,8 @@ post-processor, as in transformers. :class:`IncrementalDecoder` decodes streams.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -99,6 +101,13 @@ class Tokenizer:
     def added_ids(self) -> frozenset[int]:
         """The ids of tokens that are found in a text before it is split, special or not."""
         return frozenset(self._backend.get_added_tokens_decoder())
+
+    @cached_property
+    def sha256(self) -> str:
+        """The digest of the vocabulary and the chat templates."""
+        words = sorted(self._backend.get_vocab(with_added_tokens=True).items())
+        templates = [self.chat_template, sorted(self.named_templates.items())]
+        return hashlib.sha256(json.dumps([words, templates]).encode()).hexdigest()
 
     def to_json(self) -> str:
         """The tokenizer as a tokenizer.json."""
