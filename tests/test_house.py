@@ -211,7 +211,7 @@ FLOORS = {
     "output": "thought_stop",
     "calibration_file": "config thought_stop",
     "exits": "calibration_file config",
-    "exit_text": "exits",
+    "exit_text": "exits calibration_file thought_stop",
     "ops": "_C _cuda",
     "models": "ops config bounded_process",
     "scheduling": "config",

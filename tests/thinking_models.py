@@ -8,6 +8,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+import eecore
+from eecore import ThoughtStop
+from eecore.calibration_file import ThoughtCalibration
 from tiny_models import write_model
 
 OPENS, CLOSES = 260, 261
@@ -70,3 +73,22 @@ def write_thinking_model(
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
     return directory
+
+
+def calibrated(model: eecore.Model, stop: ThoughtStop, **fields: Any) -> ThoughtCalibration:
+    """A calibration of a model."""
+    source, tokenizer = model.network.source, model.tokenizer
+    assert source is not None
+    assert tokenizer is not None
+    of_model = {"model_sha256": source.sha256, "dtype": source.dtype, "weights": source.weights}
+    return ThoughtCalibration(
+        stop=stop,
+        max_loss=0.02,
+        confidence=0.9,
+        loss="different",
+        num_questions=600,
+        thinking_budget=None,
+        saved=0.5,
+        tokenizer_sha256=tokenizer.sha256,
+        **{**of_model, **fields},  # type: ignore[arg-type]
+    )

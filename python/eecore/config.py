@@ -12,6 +12,7 @@ from eecore.thought_stop import ThoughtStop
 from eecore.values import (
     FLAG,
     MIN_POSITIVE,
+    Rule,
     check_fields,
     choice,
     instance,
@@ -428,6 +429,12 @@ CHOOSING = (*OWN, "presence_penalty", "frequency_penalty")
 """The settings that say how tokens are chosen."""
 
 
+THINK = Rule(
+    lambda value: value if value == "calibrated" or isinstance(value, ThoughtStop) else None,
+    "a ThoughtStop, or calibrated",
+)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """The sampling of a request, and when it stops.
@@ -471,8 +478,8 @@ class SamplingParams:
         thinking_budget: tokens of the thought after which it is closed, at the next end of a
             sentence or line, at most 32 tokens later; 0 closes it at once. ``max_tokens`` has room
             for the answer all the same: a thought that leaves less than 16 tokens is closed sooner.
-        think: when a thought ends because its answer stands; None: where the model ends it, or the
-            budget does.
+        think: when a thought ends because its answer stands: a ThoughtStop, or ``calibrated`` for
+            that of the calibration beside the model; None: where the model or the budget ends it.
         guide: the form that the text must have; None for any text. Confidence and log-probabilities
             are over the allowed tokens. A thought before the answer is free.
     """
@@ -500,7 +507,7 @@ class SamplingParams:
     prompt_logprobs: Annotated[int | None, whole()] = None
     ends_repetition: Annotated[bool, FLAG] = False
     thinking_budget: Annotated[int | None, whole()] = None
-    think: Annotated[ThoughtStop | None, instance(ThoughtStop)] = None
+    think: Annotated[ThoughtStop | Literal["calibrated"] | None, THINK] = None
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is None:

@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eecore.calibration_file import Source, ThoughtCalibration
 from eecore.errors import ExitError
 from eecore.exits import (
     MEASURES,
@@ -26,6 +27,7 @@ from eecore.exits import (
     SelfSpeculative,
 )
 from eecore.files.readable import beside_model, is_file
+from eecore.thought_stop import ThoughtStop
 from eecore.values import rules_of, shown
 
 if TYPE_CHECKING:
@@ -176,6 +178,7 @@ class Policies:
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
         self._calibrated: dict[str, Exit] = {}
+        self._thought_stop: ThoughtStop | None = None
 
     def of(self, said: str | Mapping[str, Any]) -> Exit:
         """The policy of a text, or of an object with ``mode`` and fields of its policy.
@@ -214,6 +217,23 @@ class Policies:
             classifier = self._classifier() if measure == "classifier" else None
             self._calibrated[measure] = ConfidentExit.calibrated(path, classifier)
         return self._calibrated[measure]
+
+    def thought_stop(self, source: Source | None, tokenizer_sha256: str) -> ThoughtStop:
+        """The rule of the calibration of thoughts that lies beside the model.
+
+        Args:
+            source: the model's.
+            tokenizer_sha256: the digest of its tokenizer.
+
+        Raises:
+            ExitError: there is none, or it was made for another model or tokenizer.
+        """
+        if self._thought_stop is None:
+            if self.directory is None:
+                raise ExitError("think: expected a model from a directory or file, got another")
+            found = ThoughtCalibration.beside(self.directory)
+            self._thought_stop = found.stop_for(source, tokenizer_sha256)
+        return self._thought_stop
 
     def _classifier(self) -> ExitClassifier:
         return ExitClassifier.load(self._beside("classifier.safetensors", "train-classifier"))

@@ -73,6 +73,8 @@ class RequestStats:
     :class:`eecore.ThoughtStop`, ``confident`` or ``hopeless``; None where there was none, or no end
     of one, or nothing but the model could end it.
     """
+    thought_contract: str | None = None
+    """The promise of the rule that may end the thought early; None without one."""
     probe_rows: int = 0
     """Positions that probes of the thought ran; ``layers_run`` counts their layers, too."""
     full_depth_s: float | None = None

@@ -35,7 +35,10 @@ from thinking_models import ALWAYS, CLOSES, HYBRID, OPENS, QUESTION, WORDS, writ
 from tiny_models import scale_layers, write_model
 from workloads import LOSSLESS, Request, check_company, same, serve
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:think. expected a rule that was calibrated"),
+]
 
 EOS = 257
 SENTENCES = {CLOSES: -100, 198: 4, 0: 4}

@@ -14,6 +14,7 @@ from devices import engine_of, load
 from eecore import (
     ConfidentExit,
     EngineConfig,
+    ExitError,
     FixedExit,
     Full,
     Output,
@@ -24,17 +25,21 @@ from eecore import (
     SelfSpeculative,
     ThoughtStop,
 )
+from eecore.calibration_file import ThoughtCalibration
 from eecore.decoding.iterate import Iterations
 from eecore.exits import Exit
 from eecore.planning.row import Outcome
 from eecore.scheduling.sequence import Sequence
 from eecore.thought_stop import normalised
-from thinking_models import ALWAYS, CLOSES, HYBRID, QUESTION, write_thinking_model
+from thinking_models import ALWAYS, CLOSES, HYBRID, QUESTION, calibrated, write_thinking_model
 from tiny_models import scale_layers, write_model
 from tripwire import Fault
 from workloads import Driver, Request, check_books, serve
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:think. expected a rule that was calibrated"),
+]
 
 STEM = " A"
 RECORD = ThoughtStop(math.inf, every=6, stem=STEM, max_answer=5)
@@ -59,7 +64,7 @@ def asked(model: eecore.Model, question: str = "Why?") -> list[int]:
     return model.tokenizer.encode_chat([{"role": "user", "content": question}])
 
 
-def thought(model: eecore.Model, think: ThoughtStop | None, **settings: Any) -> Output:
+def thought(model: eecore.Model, think: Any, **settings: Any) -> Output:
     """What a model answers."""
     given = {"max_tokens": 150, "logit_bias": LINES, "ignore_eos": True, **settings}
     exit = given.pop("exit", Full())
@@ -294,6 +299,34 @@ def test_a_probe_that_fails_has_no_answer(
     num_failed = next(i for i, p in enumerate(output.thought_probes) if p.answer or p.confidence)
     assert num_failed
     assert output.thought_probes[-3:] == plain.thought_probes[-3:]
+
+
+# The rule beside the model
+
+
+def test_the_rule_beside_the_model(tmp_path: Path) -> None:
+    directory = write_thinking_model(tmp_path / "m", ALWAYS, seed=3)
+    model = load(directory, kv_cache_tokens=2048)
+    with pytest.raises(ExitError, match=r"^think: expected calibration-thoughts.json beside"):
+        thought(model, "calibrated")
+    path = ThoughtCalibration.file_of(directory)
+    calibrated(model, ENDS, model_sha256="0" * 64).save(path)
+    with pytest.raises(ExitError, match=r"^calibration: made for model 000000000000"):
+        thought(model, "calibrated")
+    calibrated(model, ENDS).save(path)
+    output, expected = thought(model, "calibrated"), thought(model, ENDS)
+    assert output.token_ids == expected.token_ids
+    assert output.thought_probes == expected.thought_probes
+    promise = "calibrated (at most 0.02 other answers, confidence 0.9, on 600 questions)"
+    assert (output.stats.thought_end, output.stats.thought_contract) == ("confident", promise)
+    assert expected.stats.thought_contract == "uncalibrated"
+    assert output.stats.fingerprint != thought(model, None).stats.fingerprint
+
+
+def test_a_rule_without_a_calibration_warns(thinker: eecore.Model) -> None:
+    with pytest.warns(UserWarning, match=r"^think: expected a rule that was calibrated"):
+        thought(thinker, ENDS)
+    assert thought(thinker, RECORD).stats.thought_contract == "uncalibrated"
 
 
 # What is refused

@@ -15,10 +15,21 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import TypeAdapter
 
 import eecore
+from eecore import ThoughtStop
+from eecore.calibration_file import ThoughtCalibration
 from eecore.output import Piece
 from eecore.serving.responses import read_response
 from servers import Asker, asker, assert_idle, listening, script
-from thinking_models import ALWAYS, CLOSES, HYBRID, OPENS, QUESTION, WORDS, write_thinking_model
+from thinking_models import (
+    ALWAYS,
+    CLOSES,
+    HYBRID,
+    OPENS,
+    QUESTION,
+    WORDS,
+    calibrated,
+    write_thinking_model,
+)
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(of_openai.ResponseStreamEvent)
 PATH = "/v1/chat/completions"
@@ -333,6 +344,29 @@ def test_no_budget_is_minus_one_elsewhere(always: Asker, name: str) -> None:
     for path, prompt in ((PATH, {"messages": QUESTION}), ("/v1/completions", {"prompt": "a"})):
         assert always.post(path, {**prompt, **fields, name: -1}).status_code == 200
     assert chat(always, **fields, **{name: -1}).json()["choices"][0]["message"]["content"] is None
+
+
+def test_a_thought_that_ends_when_its_answer_stands(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    server = server_of(tmp_path_factory, "calibrated", ALWAYS)
+    fields: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "exit": "full"}
+    fields["logit_bias"] = {str(CLOSES): -100}
+    refused = chat(server, think="calibrated", **fields)
+    assert refused.status_code == 400
+    assert "expected calibration-thoughts.json beside the model" in refused.text
+    model, stop = server.service.served.model, ThoughtStop(0.0, 1, every=6, max_answer=4)
+    assert model.network.source is not None
+    path = ThoughtCalibration.file_of(model.network.source.directory)
+    calibrated(model, stop).save(path)
+    for name in ("think", "enable_thinking"):
+        body = chat(server, **{name: "calibrated"}, **fields).json()
+        assert body.get("ignored_fields") is None
+        own = body["usage"]["eecore"]
+        assert own["thought_end"] in ("confident", "budget")
+        assert own["thought_contract"].startswith("calibrated (at most 0.02")
+        assert own["probe_rows"] > 5
+    assert "thought_end" not in chat(server, **fields).json()["usage"]["eecore"]
 
 
 def test_budgets_that_cannot_be(always: Asker, intent: eecore.Model) -> None:

@@ -68,6 +68,7 @@ class SamplingOptions:
     seed: int | None = _sampling("seed")
     stop: list[str] | None = option(None, "End before this string; may be repeated.")
     thinking_budget: int | None = _sampling("thinking_budget")
+    think: str | None = _sampling("think")
     ignore_eos: bool = option(False, f"{help_of(SamplingParams, 'ignore_eos')}.")
 
     @property

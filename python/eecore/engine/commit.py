@@ -57,7 +57,7 @@ class Commits:
         self,
         num_layers: int,
         scheduler: Scheduler,
-        fingerprint: Callable[[Exit], str | None],
+        fingerprint: Callable[[Exit, str | None], str | None],
         *,
         keyed: bool = False,
     ) -> None:
@@ -323,6 +323,7 @@ class Commits:
         is_timed = 0 < times.timed_tokens >= TIMED * (count - 1)
         num_layers, layers = self._num_layers, sequence.exit_layers
         contract = sequence.exit.contract
+        think = None if sequence.probes is None else sequence.probes.contract
         # The token after accepted drafts is of the pass that verified them; a text may end before.
         passes = layers[1:].count(num_layers)
         if is_verified := contract.endswith("lossless"):
@@ -330,7 +331,7 @@ class Commits:
         depth = num_layers * count if is_verified else sum(layers)
         stats = RequestStats(
             contract=contract,
-            fingerprint=self._fingerprint(sequence.exit),
+            fingerprint=self._fingerprint(sequence.exit, think),
             num_layers=num_layers,
             prompt_tokens=len(sequence.given_ids),
             generated_tokens=count,
@@ -342,6 +343,7 @@ class Commits:
             full_depth_s=total + times.full_depth_s - times.timed_s if is_timed else None,
             thought_tokens=0 if text is None or decoded is None else text.num_thought(decoded),
             thought_end=_thought_end(sequence),
+            thought_contract=think,
             **asdict(sequence.counters),
         )
         return Output(

@@ -143,11 +143,12 @@ class Engine:
         """Decoding programs captured so far, with the time and memory that each took."""
         return self.iterations.captures
 
-    def fingerprint(self, exit: Exit) -> str | None:
+    def fingerprint(self, exit: Exit, think: str | None = None) -> str | None:
         """What a text depends on beside its request: eecore's version, the CPU's capability or the
         GPU, the model's files and number formats, and for a policy that is not lossless a digest of
-        its contract. Equal requests with equal fingerprints have equal texts on a CPU, whatever
-        runs beside them. None for a model whose weights eecore has not read itself.
+        its contract, as for the rule that may end thoughts, whose contract is ``think``. Equal
+        requests with equal fingerprints have equal texts on a CPU, whatever runs beside them. None
+        for a model whose weights eecore has not read itself.
         """
         source, device = self.network.source, self.network.device
         if source is None or source.fingerprint is None:
@@ -162,6 +163,8 @@ class Engine:
             parts.append(source.weights)
         if exit.contract != Full().contract and not exit.contract.endswith("lossless"):
             parts.append(sha256(exit.contract.encode()).hexdigest()[:6])
+        if think is not None:
+            parts.append(sha256(think.encode()).hexdigest()[:6])
         return "-".join(parts)
 
     def knows_full_depth(self, num_requests: int) -> bool:

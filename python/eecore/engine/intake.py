@@ -19,6 +19,7 @@ from eecore.planning.guided import Guided, Guides
 from eecore.planning.probes import ThoughtProbes
 from eecore.planning.thoughts import GuidedThought
 from eecore.scheduling.sequence import Sequence
+from eecore.thought_stop import ThoughtStop
 from eecore.values import as_index, shown
 
 ASKED: WeakSet[Network] = WeakSet()
@@ -107,15 +108,6 @@ class Intake:
         if sampling.has_masks:
             after = self._after_thought(sequence, before, guided)
             draft_state(sequence, config.exit_layers, after)
-            if sampling.think is not None and isinstance(after, GuidedThought):
-                assert self._tokenizer is not None
-                sequence.probes = ThoughtProbes(
-                    self._tokenizer,
-                    after,
-                    sampling.think,
-                    sampling.thinking_budget,
-                    config.exit_layers[-1],
-                )
         if self._tokenizer is not None:
             sequence.text = TextStream(
                 self._tokenizer, before, sampling.stop, sequence.output_ids, self.thinking
@@ -130,20 +122,40 @@ class Intake:
         """The guide of a text that may have a thought first; the guide alone where it has none."""
         thinking, sampling = self.thinking, sequence.sampling
         start = None if thinking is None else thinking.start(prompt_ids)
-        if thinking is None or start is None or self._tokenizer is None:
+        tokenizer, config = self._tokenizer, self._network.config
+        budget, stop = sampling.thinking_budget, self._thought_stop(sampling.think)
+        if thinking is None or start is None or tokenizer is None:
             return guided
-        return GuidedThought(
-            self._tokenizer,
+        made = GuidedThought(
+            tokenizer,
             thinking,
             start,
             prompt_ids,
-            sampling.thinking_budget,
+            budget,
             sampling.max_tokens,
             sequence.stop_set | sequence.eos_token_ids,
             guided,
-            self._network.config.vocab_size,
-            sampling.think,
+            config.vocab_size,
+            stop,
         )
+        if stop is not None:
+            sequence.probes = ThoughtProbes(tokenizer, made, stop, budget, config.exit_layers[-1])
+        return made
+
+    def _thought_stop(self, think: ThoughtStop | str | None) -> ThoughtStop | None:
+        """The rule that a request asks for; ``calibrated``: that beside the model."""
+        if think is None:
+            return None
+        if isinstance(think, ThoughtStop):
+            if think.contract == "uncalibrated" and not think.records:
+                warnings.warn(
+                    "think: expected a rule that was calibrated (eecore calibrate --think), got "
+                    "one without: early answers may be others than those of whole thoughts",
+                    stacklevel=6,
+                )
+            return think
+        assert self._tokenizer is not None
+        return self._policies.thought_stop(self._network.source, self._tokenizer.sha256)
 
     def _ask_for_training(self, policy: Exit) -> None:
         """Warn once about a model that has no record of good exits."""

@@ -30,6 +30,7 @@ class ThoughtProbes:
         num_layers: the model's.
 
     Attributes:
+        contract: the promise of the rule.
         found: the probes so far.
     """
 
@@ -42,6 +43,7 @@ class ThoughtProbes:
         num_layers: int,
     ) -> None:
         self._tokenizer, self._guided, self._stop = tokenizer, guided, stop
+        self.contract = stop.contract
         self._budget, self._num_layers = budget, num_layers
         self._stem = tokenizer.encode(stop.stem, add_special_tokens=False)
         self._sampling = SamplingParams(max_tokens=stop.max_answer, logprobs=0)

@@ -207,6 +207,8 @@ def _settings(
             settings[field.name] = value
     if isinstance(body, ChatRequest) and "thinking_budget" in (body.chat_template_kwargs or ()):
         settings.setdefault("thinking_budget", (body.chat_template_kwargs or {})["thinking_budget"])
+    if getattr(body, "enable_thinking", None) == "calibrated":
+        settings["think"] = "calibrated"
     if settings.get("top_k") == -1:
         settings["top_k"] = 0
     if settings.get("top_p") == 0:

@@ -90,6 +90,9 @@ def _chosen(served: ServedModel, body: Conversation, source: str) -> Message:
     usual = USUAL if thinks else WITHOUT_THOUGHTS
     fields = ("enable_thinking", "reasoning_effort", "verbosity")
     given = {name: value for name in fields if (value := getattr(body, name)) is not None}
+    if given.get("enable_thinking") == "calibrated":
+        given["enable_thinking"] = True
+        usual = {**usual, "enable_thinking": True} if thinks else usual
     effort = given.get("reasoning_effort")
     if effort is not None and "enable_thinking" in source:
         given = {"enable_thinking": effort != "none", **given}

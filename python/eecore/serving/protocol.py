@@ -164,7 +164,11 @@ class Conversation(Request):
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
     documents: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
-    enable_thinking: bool | None = Field(None, description="For a chat template that names it.")
+    enable_thinking: bool | Literal["calibrated"] | None = Field(
+        None,
+        description="For a chat template that names it. `calibrated`: think, until the answer "
+        "stands by the rule that `eecore calibrate --think` has put beside the model.",
+    )
     reasoning_effort: str | None = Field(
         None,
         description="For a chat template that names it, or enable_thinking, which `none` makes "

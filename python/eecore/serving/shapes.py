@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eecore.output import Output, Saved, StepOutput
+from eecore.output import Output, RequestStats, Saved, StepOutput
 from eecore.serving.asking import Asked, Choice
 from eecore.serving.offsets import TextOffsets
 from eecore.serving.refusals import ApiError
@@ -367,7 +367,20 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
             "drafted": sum(each.drafted for each in stats),
             "accepted": sum(each.accepted for each in stats),
             **({"cut_by": "repetition"} if any(map(_repeats, asked.choices, outputs)) else {}),
+            **_thoughts(stats),
         },
+    }
+
+
+def _thoughts(stats: Sequence[RequestStats]) -> dict[str, Any]:
+    """What ended the thoughts of some outputs, where it may be something other than the model."""
+    ends = [each.thought_end for each in stats]
+    if not any(ends):
+        return {}
+    return {
+        "thought_end": ends[0] if len(ends) == 1 else ends,
+        "thought_contract": stats[0].thought_contract,
+        "probe_rows": sum(each.probe_rows for each in stats),
     }
 
 
