@@ -480,6 +480,34 @@ CHECKS = (
         "tests/decoding/test_loop_passes.py",
     ),
     Mutant(
+        "chunk-in-the-places-of-the-first-loop",
+        "python/eecore/decoding/prefill.py",
+        "ahead = self._reached[index] // self._stack * self._kv.loop_slots",
+        "ahead = 0 * self._reached[index]",
+        "tests/decoding/test_loop_passes.py",
+    ),
+    Mutant(
+        "chunk-published-before-its-last-loop",
+        "python/eecore/decoding/prefill.py",
+        "outcomes.append(Outcome(chunk.sequence, chunk.first))",
+        "outcomes.append(Outcome(chunk.sequence, chunk.stop))",
+        "tests/decoding/test_loop_passes.py",
+    ),
+    Mutant(
+        "chunk-goes-on-without-its-pages",
+        "python/eecore/decoding/iterate.py",
+        "if sequence.status is not SequenceStatus.RUNNING or sequence.pages is not chunk.pages:",
+        "if sequence.status is not SequenceStatus.RUNNING:",
+        "tests/decoding/test_loop_passes.py",
+    ),
+    Mutant(
+        "chunk-runs-all-loops-beside-rows-that-decode",
+        "python/eecore/decoding/iterate.py",
+        "one_loop=bool(decoding)",
+        "one_loop=False",
+        "tests/decoding/test_loop_passes.py",
+    ),
+    Mutant(
         "norm-left-out-at-the-end-of-a-loop",
         "python/eecore/models/llama.py",
         "return ops.add_normed(hidden, self._head_norm, eps=self._eps, out=out)",
@@ -698,7 +726,7 @@ DECODING = (
     Mutant(
         "replayed-exits-not-filled",
         "python/eecore/decoding/prefill.py",
-        "            self._fill(exiting, final, end)\n",
+        "            self._fill(active[reached[active] == depths[active]], states)\n",
         "",
         "tests/decoding/test_confident_exit.py tests/engine/test_engine.py",
     ),

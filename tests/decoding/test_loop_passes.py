@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import eecore
 from devices import cpu_only, engine_of
 from eecore import ConfidentExit, EngineConfig, FixedExit, Full, Output, SamplingParams
 from eecore.decoding.loop_step import TRIAL_TOKENS, TURN_OF_THE_FASTER, LoopStep, Race
+from eecore.models import LlamaModel
 from looped_models import ENDS, LOOPS, PROMPTS, write_looped
 from tripwire import Fault
 
@@ -19,6 +21,9 @@ pytestmark = [cpu_only, pytest.mark.usefixtures("one_thread")]
 
 POLICIES = [FixedExit(ENDS[0]), Full(), ConfidentExit(0.35, "gate")]
 SAMPLING = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2)
+LATE = [7 * i % 96 for i in range(40)]
+OF_LATE = replace(SAMPLING, max_tokens=3, prompt_logprobs=1)
+CHUNK = 25
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +41,14 @@ def alone(model: eecore.Model) -> list[Output]:
     ]
 
 
+@pytest.fixture(scope="module")
+def late(model: eecore.Model) -> Output:
+    return eecore.generate(model, [LATE], sampling=OF_LATE)[0]
+
+
 def began(model: eecore.Model, **config: Any) -> eecore.Engine:
     """An engine whose three requests have their first tokens."""
-    engine = engine_of(model, EngineConfig(512, prefix_cache=False, **config))
+    engine = engine_of(model, EngineConfig(512, **{"prefix_cache": False, **config}))
     for i, (prompt, exit) in enumerate(zip(PROMPTS, POLICIES, strict=True)):
         engine.add_request(prompt, exit=exit, sampling=SAMPLING, request_id=str(i))
     engine.step()
@@ -79,9 +89,12 @@ def test_a_row_that_is_done_begins_its_next_token_beside_the_loops_of_others(
             assert stats.layers_run == expected.stats.layers_run
 
 
-def loses_its_pages(engine: eecore.Engine) -> None:
-    sequence = engine.requests["1"]
-    engine.scheduler.preempt(sequence)
+def loses_its_pages(engine: eecore.Engine, name: str = "1") -> None:
+    engine.scheduler.preempt(engine.requests[name])
+
+
+def loses_its_pages_after_exits(engine: eecore.Engine) -> None:
+    loses_its_pages(engine, "2")
 
 
 def loses_its_pages_to_another_while_all_wait(engine: eecore.Engine) -> None:
@@ -112,6 +125,7 @@ def waits_while_a_prompt_comes(engine: eecore.Engine) -> None:
     "happens",
     [
         loses_its_pages,
+        loses_its_pages_after_exits,
         loses_its_pages_to_another_while_all_wait,
         waits,
         waits_while_a_prompt_comes,
@@ -149,6 +163,157 @@ def test_a_pass_that_fails_is_run_again_for_each_row(
     monkeypatch.setattr(LoopStep, "outcomes", fail)
     check(finish(engine), alone)
     assert engine.num_failed_iterations == 1
+
+
+# A prompt beside rows that decode
+
+
+def add_late(engine: eecore.Engine, name: str = "late") -> None:
+    engine.add_request(LATE, exit=Full(), sampling=OF_LATE, request_id=name)
+
+
+def check_late(outputs: dict[str, Output], late: Output, name: str = "late") -> None:
+    output = outputs[name]
+    assert output.error is None
+    assert output.token_ids == late.token_ids
+    assert output.logprobs == late.logprobs
+    assert output.prompt_logprobs == late.prompt_logprobs
+
+
+def test_a_chunk_runs_one_loop_beside_rows_that_decode(
+    model: eecore.Model, alone: list[Output], late: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, next_loop = list[int](), LlamaModel.next_loop
+
+    def counted(network: LlamaModel, hidden: Any, *given: Any, **named: Any) -> Any:
+        sizes.append(len(hidden))
+        return next_loop(network, hidden, *given, **named)
+
+    monkeypatch.setattr(LlamaModel, "next_loop", counted)
+    engine = began(model, max_prefill_chunk=CHUNK)
+    add_late(engine)
+    for size in [CHUNK] * LOOPS + [len(LATE) - CHUNK] * LOOPS:
+        assert not engine.requests["late"].output_ids
+        sizes.clear()
+        got = {step.request_id for step in engine.step()}
+        assert [count for count in sizes if count > len(PROMPTS) + 1] == [size]
+        assert "0" in got
+    assert engine.requests["late"].output_ids
+    outputs = finish(engine)
+    check(outputs, alone)
+    check_late(outputs, late)
+    add_late(engine)
+    sizes.clear()
+    engine.step()
+    assert sizes == [CHUNK] * LOOPS
+
+
+def late_loses_its_pages(engine: eecore.Engine) -> None:
+    loses_its_pages(engine, "late")
+
+
+def late_loses_its_pages_to_others(engine: eecore.Engine) -> None:
+    loses_its_pages(engine, "late")
+    engine.hold("late")
+    engine.add_request([9] * 90, exit=Full(), sampling=SAMPLING, request_id="other")
+    engine.step()
+    engine.resume("late")
+
+
+def late_waits(engine: eecore.Engine) -> None:
+    engine.hold("late")
+    engine.step()
+    add_late(engine, "twin")
+    engine.step()
+    engine.resume("late")
+
+
+def late_is_cancelled(engine: eecore.Engine) -> None:
+    engine.cancel("late")
+    add_late(engine)
+
+
+def another_is_cancelled(engine: eecore.Engine) -> None:
+    add_late(engine, "twin")
+    engine.step()
+    engine.cancel("twin")
+
+
+def a_twin_comes(engine: eecore.Engine) -> None:
+    add_late(engine, "twin")
+
+
+def all_others_wait(engine: eecore.Engine) -> None:
+    for name in "012":
+        engine.hold(name)
+    engine.step()
+    for name in "012":
+        engine.resume(name)
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        late_loses_its_pages,
+        late_loses_its_pages_to_others,
+        late_waits,
+        late_is_cancelled,
+        another_is_cancelled,
+        a_twin_comes,
+        all_others_wait,
+    ],
+)
+@pytest.mark.parametrize("passes", [1, 2, LOOPS, LOOPS + 1])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_what_happens_in_the_middle_of_a_chunk_leaves_no_trace(
+    model: eecore.Model,
+    alone: list[Output],
+    late: Output,
+    happens: Any,
+    passes: int,
+    prefix_cache: bool,
+) -> None:
+    engine = began(model, max_prefill_chunk=CHUNK, prefix_cache=prefix_cache, page_size=4)
+    cached = engine.num_cached_pages
+    add_late(engine)
+    for number in range(passes):
+        assert engine.num_cached_pages - cached == (number >= LOOPS and prefix_cache) * (CHUNK // 4)
+        engine.step()
+    happens(engine)
+    outputs = finish(engine)
+    check(outputs, alone)
+    check_late(outputs, late)
+    if "twin" in outputs:
+        check_late(outputs, late, "twin")
+
+
+@pytest.mark.parametrize("passes", [1, LOOPS, 2 * LOOPS - 1])
+def test_a_chunk_whose_iteration_fails_goes_on(
+    model: eecore.Model,
+    alone: list[Output],
+    late: Output,
+    passes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL, logger="eecore")
+    engine = began(model, max_prefill_chunk=CHUNK)
+    add_late(engine)
+    for _ in range(passes):
+        engine.step()
+    outcomes, failed = LoopStep.outcomes, list[str]()
+
+    def fail(self: LoopStep, *given: Any) -> Any:
+        if len(failed) < 2:
+            failed.append("again")
+            raise Fault("outcomes")
+        return outcomes(self, *given)
+
+    monkeypatch.setattr(LoopStep, "outcomes", fail)
+    outputs = finish(engine)
+    check(outputs, alone)
+    check_late(outputs, late)
+    assert len(failed) == 2
 
 
 def test_the_faster_way_is_run_and_the_other_one_tried_again() -> None:

@@ -20,7 +20,7 @@ from eecore.decoding.draft_step import DraftStep
 from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
 from eecore.decoding.loop_step import LoopKind, LoopStep, Race, goes_by_loops, loop_kind
 from eecore.decoding.memory import Array, HostSide, power_of_two
-from eecore.decoding.prefill import Prefill, encode
+from eecore.decoding.prefill import Chunk, Prefill, encode
 from eecore.models import DraftHead, KVCache, Network
 from eecore.planning.planner import Planner
 from eecore.planning.route import DraftPath
@@ -129,6 +129,8 @@ class Iterations:
         # The last program of one loop, whose rows may go on with their next loop.
         self._passed: LoopStep | None = None
         self._races: dict[int, Race] = {}
+        # Chunks of prompts that have loops left to run.
+        self._begun: dict[Sequence, Chunk] = {}
         self._drafted: dict[bool, DraftStep] = {}
         # The end of the last iteration, and the sequences that decoded in it.
         self._ended: tuple[float, list[Sequence]] | None = None
@@ -154,7 +156,7 @@ class Iterations:
         since = None if last is None or prompts or last[1] != sequences else last[0]
         outcomes: dict[Sequence, Outcome] = {}
         if prompts:
-            for outcome in self._prefill(prompts):
+            for outcome in self._prefill(prompts, one_loop=bool(decoding)):
                 outcomes[outcome.sequence] = outcome
         rows = self.planner.plan(decoding, others_wait=others_wait)
         families = self._families(rows)
@@ -168,12 +170,17 @@ class Iterations:
         return [outcomes[work.sequence] for work in works]
 
     @torch.inference_mode()
-    def _prefill(self, prompts: list[Work]) -> list[Outcome]:
-        """Run a chunk of each prompt, after the encoder has read its input."""
+    def _prefill(self, prompts: list[Work], *, one_loop: bool) -> list[Outcome]:
+        """Run a chunk of each prompt, or one loop of it, after the encoder has read its input."""
         unread = [work.sequence for work in prompts if work.sequence.tokens_to_encode]
         if unread:
             encode(self.model, self.kv, unread)
-        return Prefill(self.model, self.kv, prompts, self._run_chunk).run()
+        begun = self._begun
+        for sequence, chunk in list(begun.items()):
+            if sequence.status is not SequenceStatus.RUNNING or sequence.pages is not chunk.pages:
+                del begun[sequence]
+        prefill = Prefill(self.model, self.kv, prompts, begun, self._run_chunk)
+        return prefill.run(one_loop=one_loop)
 
     def _run_by_size(self, kind: ChunkKind, token_ids: Array, rows: ChunkRows) -> ChunkPass:
         """Run the layers of prompts' chunks by the program of their size, and return it."""

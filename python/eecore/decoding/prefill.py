@@ -1,15 +1,16 @@
 """The pass of prompts: chunks of prompts, and replays of preempted requests.
 
 The pass runs before the programs of an iteration and shares no call with them, so that a prompt
-that arrives changes nothing for requests that decode. On a GPU the layers' work of most passes is
-a captured program of its own.
+that arrives changes nothing for requests that decode. Beside such requests a chunk of a looped
+model runs one loop in a pass, so that they wait for one loop at most. On a GPU the layers' work of
+most passes is a captured program of its own, which runs all loops.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 
 import numpy as np
@@ -41,6 +42,7 @@ from eecore.models import (
     Chunks,
     CrossBatch,
     KVCache,
+    LlamaModel,
     Network,
     T5Model,
 )
@@ -77,18 +79,20 @@ def encode(model: Network, kv: KVCache, sequences: list[Sequence]) -> None:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """One sequence's part of the pass: positions ``first..stop-1``."""
 
-    work: Work
+    sequence: Sequence
     first: int
     stop: int
     depths: list[int]
     """Number of layers that each position runs through; in a replay, as many as at first."""
-
-    @property
-    def sequence(self) -> Sequence:
-        return self.work.sequence
+    pages: list[int]
+    """The sequence's own list of pages. A sequence that has lost its pages begins anew."""
+    loops: int = 0
+    """Loops of a looped model that earlier passes have run."""
+    states: Tensor | None = None
+    """The residual stream after these loops, [stop - first, hidden_size]; None at first."""
 
     @property
     def emits(self) -> bool:
@@ -105,6 +109,8 @@ class Prefill:
 
     Args:
         works: the chunks, one of each sequence.
+        begun: chunks that earlier passes have begun, which go on here; the pass adds its own until
+            they have ended.
         run_chunk: runs the layers as a program of rounded sizes, where that pays; None: they are
             always called one by one.
     """
@@ -114,11 +120,13 @@ class Prefill:
         model: Network,
         kv: KVCache,
         works: list[Work],
+        begun: dict[Sequence, Chunk],
         run_chunk: RunChunk | None = None,
     ) -> None:
         self._model, self._kv, self._run_chunk = model, kv, run_chunk
-        self._exit_layers = model.config.exit_layers
-        self._chunks = [self._chunk(work) for work in works]
+        self._exit_layers, self._begun = model.config.exit_layers, begun
+        self._stack = model.config.num_layers // model.config.num_loops
+        self._chunks = [begun.get(work.sequence) or self._chunk(work) for work in works]
         chunks = self._chunks
         sequences = [chunk.sequence for chunk in chunks]
         counts = [chunk.stop - chunk.first for chunk in chunks]
@@ -134,6 +142,8 @@ class Prefill:
         self._depths = whole([chunk.depths for chunk in chunks])
         self._sequence = np.repeat(np.arange(len(chunks)), counts)
         self._ends = np.cumsum(counts)
+        loops = np.repeat([chunk.loops for chunk in chunks], counts)
+        self._reached = np.minimum(loops * self._stack, self._depths)  # layers that each row ran
         self._page_table = page_table([sequence.pages for sequence in sequences])
         self._keys: HeadKeys | None = None
         self._taps: tuple[int, ...] = ()
@@ -149,7 +159,7 @@ class Prefill:
                 np.array([len(s.input_ids or ()) for s in sequences], dtype=np.int32),
             )
 
-    def _chunk(self, work: Work) -> _Chunk:
+    def _chunk(self, work: Work) -> Chunk:
         sequence = work.sequence
         first, stop = sequence.num_computed, sequence.num_computed + work.num_tokens
         route, prompt = route_of(sequence, self._exit_layers), sequence.num_prompt_tokens
@@ -157,16 +167,30 @@ class Prefill:
         if route.fills:
             for position in range(max(first, prompt), stop):
                 depths[position - first] = sequence.kv_exit_layers[position - prompt]
-        return _Chunk(work, first, stop, depths)
+        return Chunk(sequence, first, stop, depths, sequence.pages)
 
-    def run(self) -> list[Outcome]:
-        """Run the pass, and return one outcome per work, in order."""
-        hidden = self._layers()
-        emitting = [i for i, chunk in enumerate(self._chunks) if chunk.emits]
-        outcomes = []
-        for chunk in self._chunks:
+    def run(self, *, one_loop: bool = False) -> list[Outcome]:
+        """Run the pass, and return one outcome per work, in order.
+
+        Args:
+            one_loop: whether the chunks of a looped model run one loop at most. Nothing is computed
+                yet for those that then have further loops to run.
+        """
+        hidden = self._layers(one_loop=one_loop)
+        emitting, outcomes, goes_on = list[int](), list[Outcome](), self._reached < self._depths
+        for i, (chunk, end) in enumerate(zip(self._chunks, self._ends, strict=True)):
+            rows = slice(end - len(chunk.depths), end)
+            if goes_on[rows].any():
+                self._begun[chunk.sequence] = replace(
+                    chunk, loops=chunk.loops + 1, states=hidden[rows]
+                )
+                outcomes.append(Outcome(chunk.sequence, chunk.first))
+                continue
+            self._begun.pop(chunk.sequence, None)
             counters = Counters(prompt_layers_run=sum(chunk.depths))
             outcomes.append(Outcome(chunk.sequence, chunk.stop, counters=counters))
+            if chunk.emits:
+                emitting.append(i)
         if emitting:
             last = self._tensor(self._ends[emitting] - 1)
             self._add_tokens(outcomes, emitting, hidden.index_select(0, last))
@@ -180,7 +204,8 @@ class Prefill:
         scored = {
             i: part
             for i, (chunk, end) in enumerate(zip(self._chunks, self._ends, strict=True))
-            if (part := Scored.of(chunk.sequence, chunk.first, chunk.stop, int(end)))
+            if chunk.sequence not in self._begun
+            and (part := Scored.of(chunk.sequence, chunk.first, chunk.stop, int(end)))
         }
         found = prompt_logprobs(self._model, hidden, list(scored.values()))
         for i, entries in zip(scored, found, strict=True):
@@ -189,43 +214,48 @@ class Prefill:
             else:
                 outcomes[i].prompt_logprobs = entries
 
-    def _layers(self) -> Tensor:
-        """Run the layers; [num_rows, hidden_size]: each row's state when it exits."""
-        model, kv = self._model, self._kv
-        stops = sorted(set(self._depths.tolist()))
-        active = np.arange(len(self._tokens))
-        if self._run_chunk is not None and len(stops) == 1:
-            rows = self._rows(active)
-            kind = chunk_kind(model.config, rows, stops[0], self._taps)
+    def _layers(self, *, one_loop: bool) -> Tensor:
+        """Run the layers; [num_rows, hidden_size]: each row's state when it exits, or so far."""
+        model, kv, depths, reached = self._model, self._kv, self._depths, self._reached
+        every = np.arange(len(depths))
+        if self._run_chunk is not None and not reached.any() and depths.min() == depths.max():
+            rows = self._rows(every)
+            kind = chunk_kind(model.config, rows, int(depths[0]), self._taps)
             if kind is not None:
                 return self._by_program(self._run_chunk(kind, self._tokens, rows))
-        hidden = model.embed(self._tensor(self._tokens))
-        final = hidden
-        for begin, end in itertools.pairwise([0, *stops]):
-            taps = tuple(tap for tap in self._taps if begin < tap <= end)
+        states = model.embed(self._tensor(self._tokens))
+        for chunk, end in zip(self._chunks, self._ends, strict=True):
+            if chunk.states is not None:
+                states[end - len(chunk.depths) : end] = chunk.states
+        while len(active := np.flatnonzero(reached < depths)):
+            index = None if len(active) == len(every) else self._tensor(active)
+            hidden = states if index is None else states[index]
             batch = self._batch(self._rows(active))
-            hidden, tapped = tapped_layers(model, begin, end, taps, hidden, kv, batch)
-            for tap, state in zip(taps, tapped, strict=True):
-                self._tapped[tap] = self._of_deep(state, active)
-            exits = self._depths[active] == end
-            if exits.all() and len(active) == len(self._tokens):
-                self._fill(active, hidden, end)
-                return hidden
-            exiting = active[exits]
-            final = final.clone() if final is hidden else final
-            final[self._tensor(exiting)] = hidden[self._tensor(np.flatnonzero(exits))]
+            if kv.num_loops > 1:
+                assert isinstance(model, LlamaModel)
+                hidden = model.next_loop(hidden, kv, batch)
+                reached[active] += self._stack
+            else:
+                begin, end = int(reached[active[0]]), int(depths[active].min())
+                taps = tuple(tap for tap in self._taps if begin < tap <= end)
+                hidden, tapped = tapped_layers(model, begin, end, taps, hidden, kv, batch)
+                for tap, state in zip(taps, tapped, strict=True):
+                    self._tapped[tap] = self._of_deep(state, active)
+                reached[active] = end
+            states = hidden if index is None else states.index_copy(0, index, hidden)
             # In the layers above, later positions attend to keys of positions that exited early.
-            self._fill(exiting, final, end)
-            hidden = hidden[self._tensor(np.flatnonzero(~exits))]
-            active = active[~exits]
-        return final
+            self._fill(active[reached[active] == depths[active]], states)
+            if one_loop and kv.num_loops > 1:
+                break
+        return states
 
     def _by_program(self, program: ChunkPass) -> Tensor:
         """The rows' states after a program has run them, all to the same depth."""
         every = np.arange(len(self._tokens))
         hidden, *tapped = (each[: len(every)] for each in (program.hidden, *program.tapped))
         self._tapped = dict(zip(self._taps, tapped, strict=True))
-        self._fill(every, hidden, program.kind.depth)
+        self._reached[:] = program.kind.depth
+        self._fill(every, hidden)
         return hidden
 
     def _of_deep(self, state: Tensor, active: Int64Array) -> Tensor:
@@ -256,30 +286,34 @@ class Prefill:
             self._tensor(starts) if len(starts) else None,
         )
 
-    def _fill(self, exiting: Int64Array, final: Tensor, end: int) -> None:
+    def _fill(self, exiting: Int64Array, states: Tensor) -> None:
         """Fill the skipped layers' keys and values, for requests whose policy fills them."""
-        if end == self._exit_layers[-1]:
-            return
-        routes = [route_of(chunk.sequence, self._exit_layers) for chunk in self._chunks]
-        fills = np.array([route.fills for route in routes])
-        index = exiting[fills[self._sequence[exiting]]]
+        index = exiting[self._reached[exiting] < self._exit_layers[-1]]
+        if len(index):
+            routes = [route_of(chunk.sequence, self._exit_layers) for chunk in self._chunks]
+            fills = np.array([route.fills for route in routes])
+            index = index[fills[self._sequence[index]]]
         if not len(index):
             return
-        ends = torch.full((len(index),), end, dtype=torch.int32, device=self._model.device)
-        slots = self._tensor(self._slots[index])
-        states, positions = final[self._tensor(index)], self._tensor(self._positions[index])
-        self._model.fill_kv(states, ends, self._kv, positions, slots)
+        ends, slots = self._tensor(self._reached[index].astype(np.int32)), self._slots[index]
+        positions = self._tensor(self._positions[index])
+        exited = states[self._tensor(index)]
+        self._model.fill_kv(exited, ends, self._kv, positions, self._tensor(slots))
 
     def _rows(self, index: Int64Array) -> ChunkRows:
-        """The rows ``index``, ascending: one ragged entry per run of consecutive positions."""
+        """The rows ``index``, ascending: one ragged entry per run of consecutive positions. Slots
+        and pages are those of the loop that a row runs next.
+        """
         positions, sequence = self._positions[index], self._sequence[index]
         breaks = (sequence[1:] != sequence[:-1]) | (positions[1:] != positions[:-1] + 1)
         starts = np.concatenate(([0], np.flatnonzero(breaks) + 1, [len(index)]))
         owners = sequence[starts[:-1]]
+        ahead = self._reached[index] // self._stack * self._kv.loop_slots
+        pages_ahead = (ahead[starts[:-1]] // self._kv.page_size).astype(np.int32)
         return ChunkRows(
             positions,
-            self._slots[index],
-            self._page_table[owners],
+            self._slots[index] + ahead,
+            self._page_table[owners] + pages_ahead[:, None],
             (positions[starts[1:] - 1] + 1).astype(np.int32),
             starts.astype(np.int32),
             None if self._cross is None else (self._cross[0][owners], self._cross[1][owners]),

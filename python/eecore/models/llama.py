@@ -277,12 +277,12 @@ class LlamaModel(Decoder):
         return hidden
 
     def next_loop(
-        self, hidden: Tensor, kv: KVCache, batch: AttentionBatch, *, out: Tensor
+        self, hidden: Tensor, kv: KVCache, batch: AttentionBatch, *, out: Tensor | None = None
     ) -> Tensor:
         """The residual stream after one more loop of a looped model, in which each row may be in
         another loop: the pages and slots in ``batch`` are those of the row's own loop.
 
-        ``out``: [num_tokens, hidden_size], written and returned.
+        ``out``: [num_tokens, hidden_size], written and returned; None: a new tensor.
         """
         hidden = self._stretch(None, range(self.config.stack_size), hidden, kv, batch)
         return ops.add_normed(hidden, self._head_norm, eps=self._eps, out=out)
