@@ -454,8 +454,8 @@ CHECKS = (
     Mutant(
         "gate-forgets-the-loops-before",
         "python/eecore/decoding/loop_step.py",
-        "measured_at=[stack * (loop > 0) for loop in loops]",
-        "measured_at=[0 for loop in loops]",
+        "measured_at = [stack * (loop > 0) for loop in loops]",
+        "measured_at = [0 for loop in loops]",
         "tests/models/test_looped.py",
     ),
     Mutant(

@@ -212,7 +212,7 @@ class ExitStep(Step):
         self, rows: list[Row], sequences: list[Sequence], positions: list[int]
     ) -> None:
         """Write the position of each row, and that it has not exited yet."""
-        host, size, zeros, num_rows = self._host, self._page_size, self._zeros, self.sizes.num_rows
+        host, size = self._host, self._page_size
         tokens, pages, slots, lens = [], [], [], []
         for sequence, at in zip(sequences, positions, strict=True):
             own = sequence.pages
@@ -220,13 +220,33 @@ class ExitStep(Step):
             pages.append(own)
             slots.append(own[at // size] * size + at % size)
             lens.append(at + 1)
-        count, exited = len(sequences), zeros
+        self._write_places(tokens, positions, slots, lens, self._zeros)
+        if self._keys is not None:
+            host.write(lens=lens)
+        host.write_pages("open_page_table", pages)
+        if self.sizes.num_input_pages:
+            self._write_inputs(sequences, "open_")
+        if self._checks:
+            self._write_thresholds(host.arrays["thresholds"], rows)
+        self.send()
+
+    def _write_places(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        slots: list[int],
+        lens: list[int],
+        measured_at: list[int],
+    ) -> None:
+        """Write the columns of rows that have not exited, to which padding is added."""
+        zeros, num_rows, count = self._zeros, self.sizes.num_rows, len(tokens)
+        exited = zeros
         if count < num_rows:  # the rest is padding: exited rows without slots
             num_padding = num_rows - count
             exited = [*zeros[:count], *[1] * num_padding]
             for column, padding in (tokens, 0), (positions, 0), (slots, -1), (lens, 1):
                 column += [padding] * num_padding
-        host.write_whole(
+        self._host.write_whole(
             row=range(num_rows),
             num_active=[count],
             token_ids=tokens,
@@ -237,18 +257,10 @@ class ExitStep(Step):
             open_lens=lens,
             exited=exited,
             accepted=zeros,
-            measured_at=zeros,
+            measured_at=measured_at,
             token_at=zeros,
             fill_from=[self._model.config.num_layers] * num_rows,
         )
-        if self._keys is not None:
-            host.write(lens=lens)
-        host.write_pages("open_page_table", pages)
-        if self.sizes.num_input_pages:
-            self._write_inputs(sequences, "open_")
-        if self._checks:
-            self._write_thresholds(host.arrays["thresholds"], rows)
-        self.send()
 
     def _write_thresholds(self, thresholds: Array, rows: list[Row]) -> None:
         """Write the thresholds of every check: infinity where a row is not measured, 1 where it is

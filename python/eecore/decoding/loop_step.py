@@ -132,8 +132,7 @@ class LoopStep(ExitStep):
         last, self.under_way = self.under_way, {}
         source, self._source = self._source, self._after
         of_loop, stack, size = self._kv.loop_slots, self._stack, self._page_size
-        pages_of_loop, num_layers = self._kv.num_pages, len(self._kv.layers)
-        loops, confidences, kept = self._loops, [], []
+        loops, num_layers, confidences, kept = self._loops, len(self._kv.layers), [], []
         tokens, slots, lens, exit_after = [], [], [], []
         for i, (row, sequence, at) in enumerate(zip(rows, sequences, positions, strict=True)):
             before, own = last.get(sequence), sequence.pages
@@ -146,31 +145,17 @@ class LoopStep(ExitStep):
             slots.append(own[at // size] * size + at % size + loop * of_loop)
             lens.append(at + 1)
             exit_after.append(stack if row.route.depth <= (loop + 1) * stack else num_layers)
-        count, num_rows = len(rows), self.sizes.num_rows
+        count = len(rows)
         if any(loops[:count]):
             index = torch.tensor(kept, device=self._looped.device)
             with torch.inference_mode():
                 torch.index_select(source, 0, index, out=self._before[:count])
-        padding = num_rows - count
+        measured_at = [stack * (loop > 0) for loop in loops]
+        self._write_places(tokens, positions, slots, lens, measured_at)
         host = self._host
-        host.write(
-            row=range(num_rows),
-            num_active=[count],
-            token_ids=tokens + [0] * padding,
-            positions=positions + [0] * padding,
-            slots=slots + [-1] * padding,
-            open_positions=positions + [0] * padding,
-            open_slots=slots + [-1] * padding,
-            open_lens=lens + [1] * padding,
-            exited=[False] * count + [True] * padding,
-            accepted=self._zeros,
-            measured_at=[stack * (loop > 0) for loop in loops],
-            token_at=self._zeros,
-            fill_from=[num_layers] * num_rows,
-            exit_after=exit_after,
-        )
+        host.write(exit_after=exit_after)
         host.write_pages("open_page_table", [sequence.pages for sequence in sequences])
-        offsets = np.array(loops[:count], dtype=np.int32) * pages_of_loop
+        offsets = np.array(loops[:count], dtype=np.int32) * self._kv.num_pages
         host.arrays["open_page_table"][:count] += offsets[:, None]
         if self._checks:
             self._write_checks(rows)
