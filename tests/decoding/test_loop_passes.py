@@ -11,9 +11,12 @@ import pytest
 
 import eecore
 from devices import cpu_only, engine_of
-from eecore import ConfidentExit, EngineConfig, FixedExit, Full, Output, SamplingParams
+from eecore import Auto, ConfidentExit, EngineConfig, FixedExit, Full, Output, SamplingParams
+from eecore.decoding.iterate import Iterations
 from eecore.decoding.loop_step import TRIAL_TOKENS, TURN_OF_THE_FASTER, LoopStep, Race
 from eecore.models import LlamaModel
+from eecore.planning.auto import FULL, Chooser
+from eecore.planning.costs import Costs
 from looped_models import ENDS, LOOPS, PROMPTS, write_looped
 from tripwire import Fault
 
@@ -163,6 +166,67 @@ def test_a_pass_that_fails_is_run_again_for_each_row(
     monkeypatch.setattr(LoopStep, "outcomes", fail)
     check(finish(engine), alone)
     assert engine.num_failed_iterations == 1
+
+
+def test_auto_requests_of_full_depth_share_passes_with_rows_that_exit(
+    model: eecore.Model, alone: list[Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, run = list[Any](), Iterations._run
+    monkeypatch.setattr(Chooser, "choose", lambda *_, **__: FULL)
+    monkeypatch.setattr(
+        Iterations, "_run", lambda self, step: programs.append(step) or run(self, step)
+    )
+    engine = engine_of(model, EngineConfig(512, prefix_cache=False))
+    for i, exit in enumerate([POLICIES[0], Auto(), POLICIES[2]]):
+        engine.add_request(PROMPTS[i], exit=exit, sampling=SAMPLING, request_id=str(i))
+    engine.step()
+    for _ in range(2 * LOOPS):
+        programs.clear()
+        engine.step()
+        assert [type(program) for program in programs] == [LoopStep]
+    outputs = finish(engine)
+    check({"0": alone[0], **outputs}, alone)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_that_all_run_full_depth_go_on_in_step_and_are_timed_there(
+    tmp_path: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the row that exits earlier is gone, the others no longer read the head in each loop."""
+    loops = 6
+    write_looped(tmp_path, total_ut_steps=loops)
+    model = eecore.load(tmp_path, device="cpu", dtype="float32", kv_cache_tokens=512)
+    happened, outcomes, learn_full = list[str](), LoopStep.outcomes, Costs.learn_full
+
+    def in_loop(self: LoopStep, *given: Any) -> Any:
+        happened.append("loop")
+        return outcomes(self, *given)
+
+    def learns(self: Costs, *given: Any) -> None:
+        happened.append("full depth")
+        learn_full(self, *given)
+
+    monkeypatch.setattr(LoopStep, "outcomes", in_loop)
+    monkeypatch.setattr(Costs, "learn_full", learns)
+    monkeypatch.setattr(Chooser, "choose", lambda *_, **__: FULL)
+    engine = engine_of(model, EngineConfig(512, prefix_cache=False), ahead=ahead)
+    sampling = replace(SAMPLING, max_tokens=40)
+    engine.add_request(PROMPTS[0], exit=FixedExit(ENDS[0]), sampling=sampling, request_id="short")
+    engine.add_request(PROMPTS[1], exit=Auto(), sampling=sampling, request_id="0")
+    for _ in range(1 + loops + 1):
+        engine.step()
+    engine.add_request(PROMPTS[2], exit=Auto(), sampling=sampling, request_id="1")
+    for _ in range(loops + 3):
+        engine.step()
+    assert "full depth" not in happened
+    engine.cancel("short")
+    steps = list[set[str]]()
+    for _ in range(12):
+        happened.clear()
+        steps.append({step.request_id for step in engine.step()})
+        assert happened in ([], ["loop"], ["full depth"])
+    assert "full depth" in happened
+    assert all(got == {"0", "1"} for got in steps[loops:])
 
 
 # A prompt beside rows that decode

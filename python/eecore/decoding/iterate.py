@@ -206,11 +206,13 @@ class Iterations:
         run = self._run(last) if last is not None and last.goes_on(family) else self._launch(family)
         outcomes = run.land()
         seconds = None if since is None or run.is_first else time.perf_counter() - since
-        self.planner.learn(family, outcomes, seconds)
         if self._is_looped and seconds is not None:
-            race = self._race(family)
-            if race is not None and race.by_loops == isinstance(run.program, LoopStep):
+            race, by_loops = self._race(family), isinstance(run.program, LoopStep)
+            if race is None:
+                seconds = None if by_loops else seconds  # one loop is no round of full depth
+            elif race.by_loops == by_loops:
                 race.learn(sum(len(outcome.token_ids) for outcome in outcomes), seconds)
+        self.planner.learn(family, outcomes, seconds)
         if family[0].ahead or family[0].route.path is not None:
             self._keep_ahead(outcomes)
         return outcomes
@@ -305,6 +307,8 @@ class Iterations:
         if self.planner.held is not None and len(outcomes) == len(flight.works):
             sequences, now, seconds = flight.sequences, time.perf_counter(), None
             is_timed = len(found) == 1 and not flight.runs[0].is_first
+            if self._is_looped and isinstance(flight.runs[0].program, LoopStep):
+                is_timed = False  # one loop is no round of full depth
             if is_timed and last is not None and last[1] == sequences:
                 seconds = now - last[0]
             for run, its in zip(flight.runs, found, strict=True):
@@ -341,15 +345,14 @@ class Iterations:
 
     def _by_loops(self, rows: list[Row]) -> bool:
         """Whether rows of a looped model, all of one family, run loop by loop: where some may exit
-        earlier than others, and that is faster; also where some are in the middle of a token that
-        no others go on with.
+        earlier than others, and that is faster; also where all are in the middle of a token.
         """
         if not goes_by_loops(rows[0]):
             return False
         race, passed = self._race(rows), self._passed
         if race is not None:
             return self.ahead or race.by_loops
-        return passed is not None and any(row.sequence in passed.under_way for row in rows)
+        return passed is not None and all(row.sequence in passed.under_way for row in rows)
 
     def _race(self, rows: list[Row]) -> Race | None:
         """The race of the two ways to run rows of a looped model; None where there is one way."""

@@ -86,7 +86,7 @@ class Race:
 
 def goes_by_loops(row: Row) -> bool:
     """Whether a row of a looped model may be in another loop than other rows."""
-    return row.route.path is None and not row.route.together and row.route.auto is None
+    return row.route.path is None and not row.route.together
 
 
 def loop_kind(rows: list[Row], *, stack_size: int, page_size: int) -> LoopKind:
