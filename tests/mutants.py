@@ -1284,6 +1284,20 @@ SERVER = (
         "tests/serving/test_guides.py",
     ),
     Mutant(
+        "names-of-tokens-forced-as-tokens",
+        "python/eecore/planning/grammars.py",
+        'if not (token["special"] or IN_BRACKETS.fullmatch(name)):',
+        'if not token["special"]:',
+        "tests/planning/test_guide.py",
+    ),
+    Mutant(
+        "markers-of-calls-as-text",
+        "python/eecore/serving/guides.py",
+        "for marker, token in form.tokens:",
+        "for marker, token in ():",
+        "tests/serving/test_served_thoughts.py",
+    ),
+    Mutant(
         "optional-parameters-required",
         "python/eecore/serving/guides.py",
         'parts.append(own if each in required else f"{own}?")',

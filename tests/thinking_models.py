@@ -13,8 +13,8 @@ from eecore import ThoughtStop
 from eecore.calibration_file import ThoughtCalibration
 from tiny_models import write_model
 
-OPENS, CLOSES = 260, 261
-"""The tokens <think> and </think>."""
+OPENS, CLOSES, CALLS = 260, 261, 262
+"""The tokens <think>, </think> and <tool_call>."""
 # Thoughts are a field or part of the content; those before the last question are left out.
 _HISTORY = """
 {%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}
@@ -61,13 +61,14 @@ def write_thinking_model(
     """Write a random model of bytes.
 
     Args:
-        markers: whether its tokenizer has the tokens <think> and </think>.
+        markers: whether its tokenizer has the tokens <think>, </think>, <tool_call> and
+            </tool_call>, as Qwen's has.
     """
     write_model(directory, **settings)
     path = directory / "tokenizer.json"
     if markers:
         tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.add_tokens(["<think>", "</think>"])
+        tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
         assert tokenizer.token_to_id("</think>") == CLOSES
         tokenizer.save(str(path))
     path = directory / "tokenizer_config.json"

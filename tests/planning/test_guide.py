@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import regex
 import torch
+from tokenizers import AddedToken, Tokenizer
 
 import eecore
 from devices import engine_of, load
@@ -34,7 +35,7 @@ from eecore.guide import FORMATS, enforceable
 from eecore.planning import grammars
 from eecore.planning.guided import Guides
 from reference_decoding import ReferenceModel
-from tiny_models import random_prompts
+from tiny_models import random_prompts, write_model
 from tiny_t5 import write_t5
 from workloads import LOSSLESS, Request, check_company
 
@@ -261,6 +262,34 @@ def test_choices_are_no_patterns(tiny: eecore.Model, choices: list[str]) -> None
     many = Guide.choice([f"option number {i}" for i in range(4096)])
     (output,) = eecore.generate(tiny, [[70]], guide=many, max_tokens=40)
     assert re.fullmatch(r"option number \d+", output.text or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "special"), [("<|x|>", True), ("<call>", False), ("[CALL]", True), ("[CALL]", False)]
+)
+def test_names_of_tokens_are_text(tmp_path: Path, name: str, special: bool) -> None:
+    """Where a guide forces them, too, and in Lark's syntax they are the tokens."""
+    path = write_model(tmp_path / "named") / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_tokens([AddedToken(name, special=special, normalized=False)])
+    tokenizer.save(str(path))
+    model = load(path.parent, kv_cache_tokens=1024)
+    said = f"{name} and"
+    for guide, text in (
+        (Guide.choice([said]), said),
+        (Guide.regex(re.escape(said)), said),
+        (Guide.json_schema({"const": said}), f'"{said}"'),
+        (Guide.grammar(f'start: "{said}"'), said),
+        (Guide.grammar(f'root ::= "{said}"'), said),
+    ):
+        assert {output.text for output in outputs_of(model, guide=guide)} == {text}
+    if name.startswith("<"):
+        guide = Guide.grammar(f"start: {name} /{re.escape(name)}/ // {name}")
+        (output, *_) = outputs_of(model, guide=guide)
+        assert output.token_ids[0] == tokenizer.token_to_id(name)
+        assert (output.text or "").endswith(name)
+    with pytest.raises(GuideError, match="<nothing>"):
+        outputs_of(model, guide=Guide.grammar("start: <nothing>"))
 
 
 def test_an_encoder_decoder(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from eecore.serving.responses import read_response
 from servers import Asker, asker, assert_idle, listening, script
 from thinking_models import (
     ALWAYS,
+    CALLS,
     CLOSES,
     HYBRID,
     OPENS,
@@ -409,7 +410,9 @@ def test_a_call_that_must_be_made_comes_after_the_thought(always: Asker) -> None
     door = {"type": "object", "properties": {"door": {"enum": [1, 2]}}, "required": ["door"]}
     tools = [{"type": "function", "function": {"name": "lock", "parameters": door}}]
     fields = {"tools": tools, "tool_choice": "required", "thinking_budget": 5}
+    fields["return_exit_layers"] = True
     (choice,) = chat(always, **fields, max_tokens=120).json()["choices"]
+    assert choice["token_ids"].count(CALLS) == 1
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["reasoning"]
     (call,) = choice["message"]["tool_calls"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import resource
 import threading
 from collections.abc import Callable, Sequence
@@ -41,6 +42,12 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 100_000,
 }
+UNWRITTEN = "\ufdd2"
+"""Begins the names of special tokens: Unicode has no character there."""
+IN_BRACKETS = re.compile(r"(?s)<.+>")
+TOKEN_NAME = re.compile(r"<[^<>\s\[\]]+>")
+# The comments, texts, regular expressions and names of tokens in a grammar of Lark's.
+LARK = re.compile(rf"""//.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|{TOKEN_NAME.pattern}""")
 # Whitespace between the parts of JSON, bounded: an uncertain model could write it without end.
 WHITESPACE = r"( |\n([ ]{0,32}|\t{0,16}))?"
 
@@ -112,13 +119,41 @@ def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 def error_of(matcher: LLMatcher) -> str:
     """Why a matcher cannot go on."""
-    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:MAX_SHOWN]
+    told = re.sub(rf"<non-verbose/>|{UNWRITTEN}|\\u{{fdd2}}", "", matcher.get_error())
+    return " ".join(told.split())[:MAX_SHOWN]
 
 
 def _tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
     from llguidance import LLTokenizer
 
-    return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+    return LLTokenizer(_renamed(text), n_vocab=vocab_size, eos_token=eos_token_ids or None)
+
+
+def _renamed(text: str) -> str:
+    """A tokenizer.json whose special tokens have names that are in no text.
+
+    Where a guide forces the name of such a token as text, llguidance 1.9 allows the token alone,
+    and then rejects it. Added tokens in angle brackets are special to it, whatever the file says.
+    """
+    made = json.loads(text)
+    model = made["model"]
+    for token in made["added_tokens"]:
+        name = token["content"]
+        if not (token["special"] or IN_BRACKETS.fullmatch(name)):
+            continue
+        token["content"] = hidden = _hidden(name)
+        if isinstance(model["vocab"], dict) and name in model["vocab"]:
+            model["vocab"][hidden] = model["vocab"].pop(name)
+        elif isinstance(model["vocab"], list) and token["id"] < len(model["vocab"]):
+            model["vocab"][token["id"]][0] = hidden
+        if model.get("unk_token") == name:
+            model["unk_token"] = hidden
+    return json.dumps(made, ensure_ascii=False)
+
+
+def _hidden(name: str) -> str:
+    """The name of a special token for llguidance."""
+    return f"<{UNWRITTEN}{name[1:-1] if IN_BRACKETS.fullmatch(name) else name}>"
 
 
 # The code that runs in a worker
@@ -174,7 +209,14 @@ def _grammar(kind: str, text: str) -> str:
         return LLMatcher.grammar_from_regex("|".join(map(_escaped, json.loads(text))))
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
-    return LLMatcher.grammar_from_lark(lark_of(text) if is_gbnf(text) else text)
+    if is_gbnf(text):
+        return LLMatcher.grammar_from_lark(lark_of(text))
+    return LLMatcher.grammar_from_lark(LARK.sub(lambda found: _named(found[0]), text))
+
+
+def _named(part: str) -> str:
+    """A part of a grammar of Lark's; tokens have their names of :func:`_renamed`."""
+    return _hidden(part) if TOKEN_NAME.fullmatch(part) else part
 
 
 def _escaped(text: str) -> str:

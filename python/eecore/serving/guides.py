@@ -183,9 +183,19 @@ def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any] | None]) 
                 value["maxItems"] = calls.max_calls
         names.append("json_call")
         rules.append(f"json_call: {_on_one_line(value)}")
-    parts = [json.dumps(marker) for marker in (form.begins, form.ends) if marker]
+    parts = [_marker(form, marker) for marker in (form.begins, form.ends) if marker]
     parts.insert(bool(form.begins), "call")
     return "\n".join([" ".join(parts), f"call: {' | '.join(names)}", *rules, ""])
+
+
+def _marker(form: ToolFormat, text: str) -> str:
+    """A marker with its line end as a grammar has it, the token where it is one."""
+    for marker, token in form.tokens:
+        before, found, after = text.partition(marker)
+        if found:
+            quoted = [json.dumps(each) if each else "" for each in (before, after)]
+            return f"{quoted[0]} <[{token}]> {quoted[1]}".strip()
+    return json.dumps(text)
 
 
 def _tags(rule: str, name: str, schema: Mapping[str, Any] | None) -> list[str] | None:

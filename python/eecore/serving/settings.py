@@ -124,6 +124,8 @@ def service_of(model: Model, settings: ServerSettings) -> Service:
     name = settings.name or ("model" if directory is None else name_of(directory))
     max_choices = min(MAX_CHOICES, admission.capacity)
     calls = tool_format(settings.tool_parser, _tools_template(model))
+    if calls is not None and model.tokenizer is not None:
+        calls = calls.of(model.tokenizer)
     samples_as_model = settings.generation_config == "auto"
     served = ServedModel(model, name, depths, engine, max_choices, calls, samples_as_model)
     labelled = map(policies.of, (usual, *aliases))

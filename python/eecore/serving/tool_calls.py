@@ -11,11 +11,12 @@ import json
 import re
 import uuid
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from eecore.models import Tokenizer
 from eecore.models.text.thinking import overlap
 from eecore.serving import xml_calls
 from eecore.serving.xml_calls import XmlCall
@@ -63,6 +64,7 @@ class ToolFormat:
         has_tags: a block has calls as tags, or as JSON all the same.
         id_length: length of the ids, where the family's templates insist on one.
         hints: texts that only the family's chat templates have.
+        tokens: the markers that are tokens of the model, with their ids.
     """
 
     opens: str
@@ -73,6 +75,12 @@ class ToolFormat:
     has_tags: bool = False
     id_length: int | None = None
     hints: tuple[str, ...] = ()
+    tokens: tuple[tuple[str, int], ...] = ()
+
+    def of(self, tokenizer: Tokenizer) -> ToolFormat:
+        """The format of a model with this tokenizer."""
+        ids = ((marker, tokenizer.token_id(marker)) for marker in self.markers)
+        return replace(self, tokens=tuple((each, id_) for each, id_ in ids if id_ is not None))
 
     @property
     def begins(self) -> str:
