@@ -419,32 +419,63 @@ def test_a_call_that_must_be_made_comes_after_the_thought(always: Asker) -> None
     assert json.loads(call["function"]["arguments"])["door"] in (1, 2)
 
 
-def test_an_agent_of_three_turns_thinks_in_each(hybrid: Asker) -> None:
+DOOR = {"type": "object", "properties": {"door": {"enum": [1, 2]}}, "required": ["door"]}
+DOOR["additionalProperties"] = False
+LOCKS = {"name": "lock", "parameters": DOOR, "strict": True}
+CALLING = {"tool_choice": "required", "temperature": 1.0}
+THINKING = {"thinking_budget": 6, "logit_bias": {str(OPENS): 8}}
+ANSWERING = {"structured_outputs": {"choice": ["It is locked."]}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_of_three_turns_thinks_in_each(hybrid: Asker, stream: bool) -> None:
     """With OpenAI's client, which sends its messages back as they are."""
-    door = {"type": "object", "properties": {"door": {"enum": [1, 2]}}, "required": ["door"]}
-    tools: Any = [{"type": "function", "function": {"name": "lock", "parameters": door}}]
+    tools: Any = [{"type": "function", "function": LOCKS}]
     messages: list[Any] = list(QUESTION)
-    extra = {"thinking_budget": 6, "logit_bias": {str(OPENS): 8}}
     with listening(hybrid.service) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         for turn in range(3):
-            (choice,) = client.chat.completions.create(
-                model=hybrid.service.served.name,
-                messages=messages,
-                tools=tools,
-                tool_choice="required",
-                max_tokens=120,
-                temperature=1.0,
-                seed=turn,
-                extra_body=extra,
-            ).choices
-            message = choice.message
-            assert (message.model_extra or {}).get("reasoning_content")
-            assert message.tool_calls
+            more = {"tools": tools, **CALLING} if turn < 2 else {}
+            fields: Any = {"model": "hybrid", "messages": messages, "seed": turn, **more}
+            fields["extra_body"] = THINKING if more else {**THINKING, **ANSWERING}
+            if stream:
+                with client.chat.completions.stream(**fields) as events:
+                    message: Any = events.get_final_completion().choices[0].message
+            else:
+                message = client.chat.completions.create(**fields).choices[0].message
+            assert message.reasoning_content == message.reasoning != ""
             messages.append(message.model_dump(exclude_none=True))
-            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
-            messages.append(result)
-    shown = rendered(hybrid, messages, tools=tools)
-    assert shown.count("</think>") == 3
+            for call in message.tool_calls or ():
+                assert json.loads(call.function.arguments)["door"] in (1, 2)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "done"})
+    assert [each["role"] for each in messages[1:]] == ["assistant", "tool"] * 2 + ["assistant"]
+    assert messages[-1]["content"] == "It is locked."
+    assert rendered(hybrid, messages, tools=tools).count("</think>") == 3
     messages += QUESTION  # a new question: earlier thoughts are left out
     assert "</think>" not in rendered(hybrid, messages, tools=tools)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_over_responses_thinks_in_each_turn(hybrid: Asker, stream: bool) -> None:
+    tools: Any = [{"type": "function", **LOCKS}]
+    items: list[Any] = list(QUESTION)
+    with listening(hybrid.service) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        for turn in range(3):
+            more = {"tools": tools, **CALLING} if turn < 2 else {}
+            extra = {**THINKING, "seed": turn, **({} if more else ANSWERING)}
+            fields: Any = {"model": "hybrid", "input": items, "extra_body": extra, **more}
+            if stream:
+                with client.responses.stream(**fields) as events:
+                    response: Any = events.get_final_response()
+            else:
+                response = client.responses.create(**fields)
+            assert response.output[0].content[0].text
+            items += [item.model_dump(exclude_none=True) for item in response.output]
+            for call in response.output[1:] if more else ():
+                result = {"type": "function_call_output", "call_id": call.call_id}
+                items.append({**result, "output": "done"})
+    assert response.output_text == "It is locked."
+    answers = [m for m in read_response(of_openai_body(items)).messages if m["role"] == "assistant"]
+    assert all(answer["reasoning_content"] for answer in answers)
+    assert len(answers) == 3
