@@ -32,6 +32,8 @@ from eecore.lab.training import (
     LastLayerLoss,
     LayerDropout,
     LoopedLoss,
+    StartingPoint,
+    TokenData,
     TrainingConfig,
     load_starting_point,
     read_data,
@@ -220,9 +222,25 @@ def train_small_model(
         )
         for split in ("train", "valid")
     )
+    train_from(start, sequences, held_out, out, config, resume=resume)
+
+
+def train_from(
+    start: StartingPoint,
+    sequences: TokenData,
+    held_out: TokenData,
+    out: Path,
+    config: TrainingConfig,
+    *,
+    resume: bool = False,
+) -> None:
+    """Train a model on sequences, score every exit on held-out ones, write it to ``out``.
+
+    Progress goes to stderr. Ctrl-C saves and exits with 130.
+    """
     parameters = sum(parameter.numel() for parameter in start.model.parameters())
     print(
-        f"{parameters / 1e6:.1f}M parameters, {len(sequences)} pairs of "
+        f"{parameters / 1e6:.1f}M parameters, {len(sequences)} sequences of "
         f"{sequences.lengths.float().mean():.1f} tokens, {config.steps} steps of "
         f"{config.batch_size} ({config.steps * config.batch_size / len(sequences):.2f} epochs)",
         file=sys.stderr,

@@ -2305,6 +2305,20 @@ COMMANDS = (
 
 TRAINING = (
     Mutant(
+        "a-slip-that-no-check-finds",
+        "bench/quality/chains.py",
+        "checks = [without_borrowing, *[rightly] * (len(OPENINGS) - 2)]",
+        "checks = [hastily, *[rightly] * (len(OPENINGS) - 2)]",
+        "tests/bench/test_chains.py",
+    ),
+    Mutant(
+        "an-early-end-is-taught",
+        "scripts/thinker/train_thinker.py",
+        r'(f"{CLOSES}\n\n", not is_forced),',
+        r'(f"{CLOSES}\n\n", True),',
+        "tests/lab/training/test_train_thinker.py",
+    ),
+    Mutant(
         "pieces-of-a-batch-weigh-alike",
         "python/eecore/lab/training/early_exit_loss.py",
         "return total / (len(self.tokens) if self.count is None else self.count)",

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import eecore
 from bench.decode.models import make_random_llama
 from bench.harness.exits import MEASURES, NEVER, calibrated_policies
-from bench.harness.places import MODELS, T5, unpacked_t5
+from bench.harness.places import MODELS, T5, unpacked
 from bench.harness.smollm2 import get_smollm2
 
 UNSURE = 1e-5  # scale of a classifier's weights: a larger one gives a large state confidence 1
@@ -192,7 +192,7 @@ def tiny(scratch: Path) -> Subject:
 
 SUBJECTS: dict[str, Callable[[Path], Subject]] = {
     "intent": lambda _: natural("intent", eecore.default_model()),
-    "t5": lambda _: natural("calm-intents (T5)", unpacked_t5()),
+    "t5": lambda _: natural("calm-intents (T5)", unpacked(T5)),
     "random": lambda _: forced("random-llama-56m", make_random_llama(MODELS / "random-llama-56m")),
     "smollm2": lambda _: forced("smollm2-135m", get_smollm2()),
     "tiny": tiny,

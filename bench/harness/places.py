@@ -14,14 +14,15 @@ RESULTS_PAGE = ROOT / "bench" / "RESULTS.md"
 README = ROOT / "README.md"
 MODELS = ROOT / ".models"
 T5 = ROOT / "bench" / "models" / "calm-intents"
+THINKER = ROOT / "bench" / "models" / "thinker"
 PAGES = ROOT / "build" / "bench"
 """Pages and figures that are made from the results and not committed."""
 
 
-def unpacked_t5() -> Path:
-    """The directory of the trained T5, with the weights unpacked; git has them compressed."""
-    weights = T5 / "model.safetensors"
+def unpacked(directory: Path) -> Path:
+    """A directory of bench/models, with the weights unpacked; git has them compressed."""
+    weights = directory / "model.safetensors"
     if not weights.exists():
         with replacing(weights) as partial:
-            partial.write_bytes(lzma.decompress((T5 / "model.safetensors.xz").read_bytes()))
-    return T5
+            partial.write_bytes(lzma.decompress((directory / "model.safetensors.xz").read_bytes()))
+    return directory

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import eecore
-from bench.harness.places import unpacked_t5
+from bench.harness.places import T5, unpacked
 from devices import load
 from eecore.calibration import read_examples
 
-DIRECTORY = unpacked_t5()
+DIRECTORY = unpacked(T5)
 MEASURES = ("softmax", "state", "classifier")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
