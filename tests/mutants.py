@@ -1930,6 +1930,13 @@ CALIBRATION = (
         "tests/calibration/test_thoughts.py",
     ),
     Mutant(
+        "thoughts-calibrated-without-their-last-answers",
+        "python/eecore/calibration/thoughts.py",
+        "*probes, last = output.thought_probes",
+        "last, *probes = output.thought_probes",
+        "tests/calibration/test_recorded_thoughts.py",
+    ),
+    Mutant(
         "thoughts-of-another-template-end-early",
         "python/eecore/calibration_file.py",
         "if tokenizer_sha256 != self.tokenizer_sha256:",

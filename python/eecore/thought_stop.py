@@ -108,7 +108,7 @@ SENTENCE_END = re.compile(r"(?:(?<=[\d)\]}*$%])|(?<=[^\W\d_]{3}))[.!?]\s")
 _WRAPPED = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _UNIT = re.compile(r"(?<=\d)(?:\\[ ,;!]|\s|~)*\\(?:text|mathrm)\s*\{[^{}]*\}")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_NUMBER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|[+-]?\.\d+", re.ASCII)
+NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|[+-]?\.\d+", re.ASCII)
 
 
 def normalised(text: str) -> str:
@@ -126,7 +126,7 @@ def normalised(text: str) -> str:
     kept = re.sub(r"\\[ ,;:!()\[\]]|\\left|\\right|\\boxed\s*\{|[$\u20ac\u00a3%*`]|__", "", kept)
     kept = " ".join(kept.replace("\\", "").split()).rstrip(" .,;:!?\"'\u201d").lower()
     kept = kept.lstrip("\"'\u201c :")
-    if not _NUMBER.fullmatch(kept):
+    if not NUMBER.fullmatch(kept):
         return kept if any(map(str.isalnum, kept)) else ""
     number = format(Decimal(kept.replace(",", "")), "f")
     number = number.rstrip("0").rstrip(".") if "." in number else number

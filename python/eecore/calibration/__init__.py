@@ -4,6 +4,7 @@ from eecore.calibration.examples import Example, read_examples
 from eecore.calibration.procedure import calibrate
 from eecore.calibration.similarity import SIMILARITIES, Similarity
 from eecore.calibration.skip_search import SkipSearch, SkipStep, search_skipped_sublayers
+from eecore.calibration.thoughts import calibrate_thoughts
 
 __all__ = [
     "SIMILARITIES",
@@ -12,6 +13,7 @@ __all__ = [
     "SkipSearch",
     "SkipStep",
     "calibrate",
+    "calibrate_thoughts",
     "read_examples",
     "search_skipped_sublayers",
 ]

@@ -19,8 +19,15 @@ class Example:
     target: str | None = None
 
 
+FIELDS = ("input", "target")
+
+
 def read_examples(
-    path: str | Path, *, limit: int | None = None, needs_target: bool = False
+    path: str | Path,
+    *,
+    limit: int | None = None,
+    needs_target: bool = False,
+    fields: tuple[str, str] = FIELDS,
 ) -> list[Example]:
     """Read ``{"input": text, "target": text}`` lines; ``target`` may be missing.
 
@@ -28,6 +35,7 @@ def read_examples(
         path: a JSON-lines file.
         limit: examples to read, at most.
         needs_target: whether a line without a target is an error.
+        fields: the names of the two fields.
 
     Raises:
         RequestError: the file cannot be read, has no example, or a line is malformed; the message
@@ -35,16 +43,17 @@ def read_examples(
     """
     path = path_of(path, RequestError)
     lines = itertools.islice(json_lines(path), limit)
-    examples = [_example(line, needs_target) for line in lines]
+    examples = [_example(line, needs_target, fields) for line in lines]
     if not examples:
         raise RequestError(f"{path}: expected at least one example, got none")
     return examples
 
 
-def _example(line: JsonLine, needs_target: bool) -> Example:
-    prompt, target = line.fields("input", "target")
+def _example(line: JsonLine, needs_target: bool, fields: tuple[str, str]) -> Example:
+    prompt, target = line.fields(*fields)
     has_target = isinstance(target, str) or (target is None and not needs_target)
     if isinstance(prompt, str) and prompt and has_target:
         return Example(prompt, target)
-    expected = '{"input": text, "target": text}' if needs_target else '{"input": text, ...}'
+    more = f'"{fields[1]}": text' if needs_target else "..."
+    expected = f'{{"{fields[0]}": text, {more}}}'
     raise RequestError(f"{line.where}: expected {expected}, got {line.shown}")

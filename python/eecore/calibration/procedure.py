@@ -22,6 +22,7 @@ from eecore.calibration_file import Calibration, CalibrationStep
 from eecore.errors import RequestError
 from eecore.exits import ConfidentExit, ExitClassifier, Full, Measure
 from eecore.generation import Model
+from eecore.models import ModelSource, Tokenizer
 from eecore.values import as_real, is_whole
 
 LossKind = Literal["textual", "risk"]
@@ -132,16 +133,7 @@ def calibrate(
         RequestError: settings or examples cannot be used; nothing has run then.
     """
     check_settings(examples, delta, epsilon, loss, similarity, grid, max_tokens)
-    if model.tokenizer is None:
-        raise RequestError("calibrate: expected a model with a tokenizer, got one without")
-    source = model.network.source
-    if source is None:
-        raise RequestError("calibrate: expected a model loaded from a directory, got another")
-    kv_cache_dtype = model.engine_config.kv_cache_dtype
-    if kv_cache_dtype != "auto":
-        raise RequestError(
-            f"kv_cache_dtype: expected 'auto' to calibrate with, got {kv_cache_dtype!r}"
-        )
+    _, source = parts_of(model)
     points = None if exit_points is None else tuple(exit_points)
 
     def policy_at(threshold: float) -> ConfidentExit:
@@ -195,6 +187,25 @@ def calibrate(
         steps=tuple(steps),
         vocabulary_sha256=None if head is None else head.vocabulary_sha256,
     )
+
+
+def parts_of(model: Model) -> tuple[Tokenizer, ModelSource]:
+    """The tokenizer and the identity of a model that can be calibrated.
+
+    Raises:
+        RequestError: the model has none, or a KV cache of a dtype of its own.
+    """
+    if model.tokenizer is None:
+        raise RequestError("calibrate: expected a model with a tokenizer, got one without")
+    source = model.network.source
+    if source is None:
+        raise RequestError("calibrate: expected a model loaded from a directory, got another")
+    kv_cache_dtype = model.engine_config.kv_cache_dtype
+    if kv_cache_dtype != "auto":
+        raise RequestError(
+            f"kv_cache_dtype: expected 'auto' to calibrate with, got {kv_cache_dtype!r}"
+        )
+    return model.tokenizer, source
 
 
 def check_number(num_prompts: int, delta: float, epsilon: float) -> None:

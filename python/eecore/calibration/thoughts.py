@@ -16,19 +16,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from eecore.calibration.procedure import check_number, lowest_passed, tried_thresholds
-from eecore.calibration_file import CalibrationStep
+from eecore.calibration.examples import Example
+from eecore.calibration.generated import generated
+from eecore.calibration.procedure import (
+    check_number,
+    lowest_passed,
+    parts_of,
+    tried_thresholds,
+)
+from eecore.calibration_file import CalibrationStep, ThoughtCalibration
 from eecore.errors import RequestError
 from eecore.files.json_fields import JsonFields
 from eecore.files.readable import path_of
 from eecore.files.texts import JsonLine, json_lines
-from eecore.thought_stop import Probe, ThoughtStop, Verdict, normalised
+from eecore.generation import Model
+from eecore.output import Output
+from eecore.thought_stop import NUMBER, Probe, ThoughtStop, Verdict, normalised
 from eecore.values import as_real
 
 ThoughtLoss = Literal["different", "lost"]
 LOSSES = ("different", "lost")
 GRID = tuple(i / 100 for i in range(100, -1, -1))
 """The thresholds that are tried, in this order."""
+RULE = ThoughtStop(1.0)
+"""The rule that is calibrated by default."""
+ROOM = 256
+"""Tokens after the budget: the thought's last sentence, its closing, a probe and the answer."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +123,18 @@ def loss_of(trajectory: Trajectory, end: ThoughtEnd, loss: ThoughtLoss) -> float
     return float(counts and end.answer != trajectory.full_answer)
 
 
+def check_promise(num_questions: int, max_loss: float, confidence: float) -> None:
+    """Refuse a bound or a confidence that is none, and fewer questions than they take.
+
+    Raises:
+        RequestError: the message names the first that is wrong.
+    """
+    for name, value in (("max_loss", max_loss), ("confidence", confidence)):
+        if as_real(value, 0.0, 1.0) in (None, 0.0, 1.0):
+            raise RequestError(f"{name}: expected a number between 0 and 1, got {value!r}")
+    check_number(num_questions, max_loss, 1.0 - confidence)
+
+
 def calibrated_stop(
     trajectories: Sequence[Trajectory],
     stop: ThoughtStop,
@@ -130,15 +155,12 @@ def calibrated_stop(
         budget: the budget that the thoughts ran with.
 
     Returns:
-        The rule, whose contract is the promise, and the thresholds that were tried.
+        The rule, and the thresholds that were tried.
 
     Raises:
         RequestError: a setting is wrong, there are too few trajectories, or, for the loss ``lost``,
             it is not known of one whether its answer is right.
     """
-    for name, value in (("max_loss", max_loss), ("confidence", confidence)):
-        if as_real(value, 0.0, 1.0) in (None, 0.0, 1.0):
-            raise RequestError(f"{name}: expected a number between 0 and 1, got {value!r}")
     if loss not in LOSSES:
         raise RequestError(f"loss: expected {' or '.join(LOSSES)}, got {loss!r}")
     unknown = [each.id for each in trajectories if each.is_right is None]
@@ -147,7 +169,7 @@ def calibrated_stop(
             f"trajectories: expected to know whether answers are right for the loss lost, got one "
             f"where it is not known: {unknown[0]!r}"
         )
-    check_number(len(trajectories), max_loss, 1.0 - confidence)
+    check_promise(len(trajectories), max_loss, confidence)
 
     def losses_at(threshold: float) -> list[float]:
         tried = replace(stop, threshold=threshold)
@@ -155,3 +177,97 @@ def calibrated_stop(
 
     steps = list(tried_thresholds(losses_at, GRID, max_loss, 1.0 - confidence))
     return replace(stop, threshold=lowest_passed(steps, otherwise=math.inf)), steps
+
+
+def calibrate_thoughts(
+    model: Model,
+    questions: Sequence[Example],
+    stop: ThoughtStop = RULE,
+    *,
+    max_loss: float = 0.02,
+    confidence: float = 0.9,
+    thinking_budget: int = 2048,
+) -> ThoughtCalibration:
+    """Let a model think about all questions to the end, and find when its thoughts may end.
+
+    The loss is a right answer lost where all questions have their answers, else another answer.
+
+    Args:
+        model: from :func:`eecore.load`; it has to think before it answers.
+        questions: drawn like those of the intended use; their targets are the answers.
+        stop: the rule, apart from its threshold.
+        max_loss: the tolerated expected loss, between 0 and 1.
+        confidence: the least probability that it is not exceeded, between 0 and 1.
+        thinking_budget: of each thought, in tokens.
+
+    Raises:
+        RequestError: a setting is wrong, there are too few questions, or the model has no thoughts;
+            nothing has run then, except where no thought was seen.
+    """
+    tokenizer, source = parts_of(model)
+    check_promise(len(questions), max_loss, confidence)
+    thoughts = record(model, questions, stop, thinking_budget=thinking_budget)
+    loss: ThoughtLoss = "different" if any(t.is_right is None for t in thoughts) else "lost"
+    budget = thinking_budget
+    rule, _ = calibrated_stop(
+        thoughts, stop, max_loss=max_loss, confidence=confidence, loss=loss, budget=budget
+    )
+    full = sum(each.full_tokens for each in thoughts)
+    kept = sum(ended(each, rule, budget).num_tokens for each in thoughts)
+    return ThoughtCalibration(
+        stop=rule,
+        max_loss=max_loss,
+        confidence=confidence,
+        loss=loss,
+        num_questions=len(thoughts),
+        thinking_budget=thinking_budget,
+        saved=1.0 - kept / full,
+        model_sha256=source.sha256,
+        tokenizer_sha256=tokenizer.sha256,
+        dtype=source.dtype,
+        weights=source.weights,
+    )
+
+
+def record(
+    model: Model, questions: Sequence[Example], stop: ThoughtStop, *, thinking_budget: int
+) -> list[Trajectory]:
+    """The thoughts of a model about some questions, greedy, probed to their ends.
+
+    Raises:
+        RequestError: the model has no thoughts, or the budget is too large for it.
+    """
+    tokenizer, _ = parts_of(model)
+    prompts = [
+        tokenizer.encode_chat([{"role": "user", "content": question.prompt}], enable_thinking=True)
+        for question in questions
+    ]
+    outputs = generated(
+        model,
+        prompts,
+        max_tokens=thinking_budget + ROOM,
+        thinking_budget=thinking_budget,
+        think=replace(stop, threshold=math.inf),
+    )
+    if not any(output.thought_probes for output in outputs):
+        raise RequestError(
+            "model: expected one that thinks before it answers these questions, got no thoughts"
+        )
+    return [
+        _recorded(str(number), question, output)
+        for number, (question, output) in enumerate(zip(questions, outputs, strict=True), 1)
+    ]
+
+
+def _recorded(name: str, question: Example, output: Output) -> Trajectory:
+    """The thought of an output; its last probe comes when the thought has ended."""
+    *probes, last = output.thought_probes or [Probe(0, "", 0.0)]
+    known = question.target
+    is_right = None if known is None else has_answer(last.answer, known)
+    return Trajectory(name, last.num_tokens, last.answer, tuple(probes), is_right)
+
+
+def has_answer(answer: str, known: str) -> bool:
+    """Whether a normalised answer is the known one: the same text, or the only number in it."""
+    known = normalised(known)
+    return answer == known or [normalised(each) for each in NUMBER.findall(answer)] == [known]

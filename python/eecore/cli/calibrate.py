@@ -1,11 +1,13 @@
-"""``eecore calibrate``: a threshold for confident exit that comes with a guarantee."""
+"""``eecore calibrate``: a threshold that comes with a guarantee, for confident exit or for the ends
+of thoughts.
+"""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -34,15 +36,43 @@ class Promise:
     max_tokens: int = option(64, "New tokens per prompt.", min=1)
 
 
+@dataclass(frozen=True)
+class Thoughts:
+    """When a thought may end."""
+
+    PANEL: ClassVar[str] = "Thoughts"
+    think: Path | None = option(
+        None,
+        'JSON lines of {"question": text, "answer": text}, of which the answer may be missing: '
+        "find when a thought may end, in place of a threshold for confident exit.",
+    )
+    max_loss: float = option(
+        0.02, "Tolerated share of right answers lost; of other answers, where none is given."
+    )
+    confidence: float = option(0.9, "Least probability that the loss is not above it.")
+    thinking_budget: int = option(2048, "Tokens of a thought.", min=1)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of :func:`eecore.calibration.calibrate_thoughts`."""
+        names = ("max_loss", "confidence", "thinking_budget")
+        return {name: getattr(self, name) for name in names}
+
+
 @takes_options
 def calibrate(
     model: ModelPath,
     data: Annotated[
-        Path, typer.Option(help='JSON lines of {"input": prompt, "target": label}, unseen so far.')
-    ],
-    out: Annotated[Path, typer.Option(help="Where to write the calibration, as JSON.")] = Path(
-        "calibration.json"
-    ),
+        Path | None,
+        typer.Option(help='JSON lines of {"input": prompt, "target": label}, unseen so far.'),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where to write the calibration, as JSON.",
+            show_default="calibration.json; with --think beside the model",
+        ),
+    ] = None,
     grid: Annotated[
         str | None, typer.Option(help="Thresholds, descending from 1: 1,0.9,0.8", show_default="21")
     ] = None,
@@ -52,13 +82,21 @@ def calibrate(
     *,
     promise: Promise,
     measured: MeasureOptions,
+    thoughts: Thoughts,
     loading: LoadOptions,
 ) -> int:
     """Find the lowest threshold that keeps the loss below delta (Learn then Test, CALM §4).
 
-    Then: generate --exit confident --calibration FILE.
+    Then: generate --exit confident --calibration FILE. With --think: when a thought may end.
     """
     directory = check_path(model)
+    if (data is None) == (thoughts.think is None):
+        raise UsageError(
+            f"--data: expected it, or --think in its place, got {'both' if data else 'neither'}"
+        )
+    if data is None:
+        return _calibrate_thoughts(directory, thoughts, out, limit, loading)
+    out = out or Path("calibration.json")
     check_out("--out", out)
 
     from eecore.calibration import read_examples
@@ -74,6 +112,30 @@ def calibrate(
     found = run(loaded, examples, **asdict(promise), grid=thresholds, **settings, progress=_show)
     found.save(out)
     print(f"threshold {found.threshold:g}: {found.promise}; wrote {out}")
+    return 0
+
+
+def _calibrate_thoughts(
+    directory: Path, thoughts: Thoughts, out: Path | None, limit: int | None, loading: LoadOptions
+) -> int:
+    """Find when a thought may end."""
+    from eecore.calibration import read_examples
+    from eecore.calibration.thoughts import calibrate_thoughts, check_promise
+    from eecore.calibration_file import ThoughtCalibration
+
+    out = out or ThoughtCalibration.file_of(directory)
+    check_out("--out", out)
+    assert thoughts.think is not None
+    questions = read_examples(thoughts.think, limit=limit, fields=("question", "answer"))
+    check_promise(len(questions), thoughts.max_loss, thoughts.confidence)
+    found = calibrate_thoughts(loading.load(directory), questions, **thoughts.settings)
+    found.save(out)
+    rule = found.stop
+    ends = f"{rule.agreeing} probes agree, each with a confidence of {rule.threshold:g} or more"
+    print(
+        f"{'no thought ends early' if rule.records else f'a thought ends when {ends}'}: "
+        f"{found.promise}; it saves {found.saved:.0%} of their thinking tokens; wrote {out}"
+    )
     return 0
 
 
