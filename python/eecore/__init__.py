@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from eecore import ops
     from eecore.calibration.procedure import calibrate
     from eecore.calibration.skip_search import SkipSearch, search_skipped_sublayers
-    from eecore.calibration_file import Calibration
+    from eecore.calibration.thoughts import calibrate_thoughts
+    from eecore.calibration_file import Calibration, ThoughtCalibration
     from eecore.config import EngineConfig, ModelConfig, SamplingParams, T5Config
     from eecore.engine.async_engine import AsyncEngine
     from eecore.engine.engine import Engine
@@ -45,13 +46,14 @@ if TYPE_CHECKING:
     from eecore.thought_stop import Probe, ThoughtStop
 
 _NAMES = {
-    "eecore.calibration_file": ("Calibration",),
+    "eecore.calibration_file": ("Calibration", "ThoughtCalibration"),
     "eecore.config": ("EngineConfig", "ModelConfig", "SamplingParams", "T5Config"),
     "eecore.engine.async_engine": ("AsyncEngine",),
     "eecore.engine.engine": ("Engine",),
     "eecore.errors": ("EecoreError", "ExitError", "GuideError", "ModelError", "RequestError"),
     "eecore.calibration.procedure": ("calibrate",),
     "eecore.calibration.skip_search": ("SkipSearch", "search_skipped_sublayers"),
+    "eecore.calibration.thoughts": ("calibrate_thoughts",),
     "eecore.exits": (
         "Auto",
         "ConfidentExit",
@@ -113,9 +115,11 @@ __all__ = [
     "SkipSearch",
     "StepOutput",
     "T5Config",
+    "ThoughtCalibration",
     "ThoughtStop",
     "build_info",
     "calibrate",
+    "calibrate_thoughts",
     "default_model",
     "from_transformers",
     "generate",

@@ -54,7 +54,7 @@ class Thoughts:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of :func:`eecore.calibration.calibrate_thoughts`."""
+        """The arguments of :func:`eecore.calibrate_thoughts`."""
         names = ("max_loss", "confidence", "thinking_budget")
         return {name: getattr(self, name) for name in names}
 
