@@ -287,10 +287,10 @@ def test_a_probe_that_fails_has_no_answer(
     plain = thought(thinker, RECORD)
     prefill, calls = Iterations._prefill, iter(range(1000))
 
-    def failing(self: Any, prompts: Any) -> Any:
+    def failing(self: Any, prompts: Any, **how: Any) -> Any:
         if any(work.sequence.parent is not None for work in prompts) and next(calls) < 4:
             raise Fault("of this probe")
-        return prefill(self, prompts)
+        return prefill(self, prompts, **how)
 
     monkeypatch.setattr(Iterations, "_prefill", failing)
     output = thought(thinker, RECORD)
