@@ -24,6 +24,8 @@ from eecore.values import FLAG, Rule, check_fields, choice, real, reals, whole, 
 Measure = Literal["softmax", "state", "classifier", "cut", "gate"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
+TextPart = Literal["all", "thought"]
+TEXT_PARTS: tuple[TextPart, ...] = get_args(TextPart)
 MAX_GRID = 1 << 16
 SIMILARITY_NAMES = ("rougeL", "rouge2", "exact")
 """Similarities of two texts, defined in :mod:`eecore.calibration.similarity`."""
@@ -104,6 +106,7 @@ class Calibration(ForModel):
     steps: tuple[CalibrationStep, ...]
     vocabulary_sha256: Annotated[str | None, SHA256] = None
     """The digest of the tokens that the ``cut`` measure covers."""
+    part: Annotated[TextPart, choice(*TEXT_PARTS)] = "all"
 
     @property
     def promise(self) -> str:
@@ -124,6 +127,7 @@ class Calibration(ForModel):
             "exit_points": self.exit_points,
             "min_exit_layer": self.min_exit_layer,
             "thresholds": {},
+            "part": self.part,
         }
 
     def save(self, path: str | Path) -> None:
@@ -138,7 +142,7 @@ class Calibration(ForModel):
         """
         read = JsonFields.read(path_of(path, ExitError), ExitError)
         names = [field.name for field in fields(Calibration)]
-        read.only(*names, optional=("vocabulary_sha256",))  # older files do not have it
+        read.only(*names, optional=("vocabulary_sha256", "part"))  # older files have neither
         values = read.values
         for name in ("exit_points", "grid"):
             if not isinstance(values[name], list | None):

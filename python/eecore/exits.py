@@ -15,7 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from eecore.calibration_file import MEASURES, Calibration, Measure, Source
+from eecore.calibration_file import (
+    MEASURES,
+    TEXT_PARTS,
+    Calibration,
+    Measure,
+    Source,
+    TextPart,
+)
 from eecore.errors import ExitError, RequestError
 from eecore.files.readable import path_of
 from eecore.values import (
@@ -346,6 +353,8 @@ class ConfidentExit(Exit):
         min_exit_layer: the earliest exit.
         thresholds: lambda of single exit points, which replaces ``threshold`` there.
         classifier: for the ``classifier`` measure.
+        part: whether tokens may exit in all of a text, or in the ``thought`` before an answer
+            alone.
         calibration: the calibration that the threshold is from; :meth:`calibrated` sets it.
     """
 
@@ -357,6 +366,7 @@ class ConfidentExit(Exit):
     min_exit_layer: Annotated[int, layer(exits=False)] = 1
     thresholds: Annotated[Mapping[int, float], THRESHOLDS] = field(default_factory=dict)
     classifier: Annotated[ExitClassifier | None, instance(ExitClassifier)] = None
+    part: Annotated[TextPart, choice(*TEXT_PARTS)] = "all"
     calibration: Annotated[Calibration | None, instance(Calibration)] = None
 
     def __post_init__(self) -> None:
@@ -416,7 +426,8 @@ class ConfidentExit(Exit):
     def contract(self) -> str:
         promise = "uncalibrated" if self.calibration is None else self.calibration.promise
         threshold = "of the model" if self.threshold is None else f"{self.threshold:g}"
-        return f"confident exit ({self.measure}, threshold {threshold}): {promise}"
+        where = "" if self.part == "all" else " in thoughts"
+        return f"confident exit{where} ({self.measure}, threshold {threshold}): {promise}"
 
     def wants_training(self, exit_layers: range) -> bool:
         is_gate = self.measure == "gate"  # which is trained with the exits

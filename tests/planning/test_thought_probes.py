@@ -329,6 +329,47 @@ def test_a_rule_without_a_calibration_warns(thinker: eecore.Model) -> None:
     assert thought(thinker, RECORD).stats.thought_contract == "uncalibrated"
 
 
+# Exits in thoughts alone
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["landed", "ahead"])
+def test_tokens_exit_in_a_thought_alone(thinker: eecore.Model, ahead: bool) -> None:
+    """The answer runs all layers, over the keys that the thought's exits have left."""
+    settings = {"max_tokens": 60, "logit_bias": LINES, "ignore_eos": True}
+    sampling = SamplingParams(thinking_budget=20, **settings)  # type: ignore[arg-type]
+    policies = [ConfidentExit(0.0, part=part) for part in ("all", "thought")]
+    requests = [
+        Request(asked(thinker, text), policy, sampling)
+        for text in ("Why?", "Who?")
+        for policy in [*policies, Full()]
+    ]
+    for outputs in (
+        serve(engine_of(thinker, ahead=ahead), requests),
+        [serve(engine_of(thinker, ahead=ahead), [request])[0] for request in requests],
+    ):
+        for always, thinks, full in zip(outputs[::3], outputs[1::3], outputs[2::3], strict=True):
+            count = thinks.stats.thought_tokens
+            assert 20 <= count < 58
+            assert thinks.token_ids[:count] == always.token_ids[:count] != full.token_ids[:count]
+            assert set(thinks.exit_layers[1:count]) == {1}
+            assert set(thinks.exit_layers[count + 2 :]) == {5}
+            assert set(always.exit_layers[1:]) == {1}
+            assert thinks.stats.contract.startswith("confident exit in thoughts (softmax,")
+
+
+def test_answers_without_thoughts_never_exit(thinker: eecore.Model, plain: eecore.Model) -> None:
+    for prompt in ([5, 6, 7], asked(thinker)[:-3]):
+        policy = ConfidentExit(0.0, part="thought")
+        output, full = (
+            eecore.generate(thinker, prompt, exit=exit, max_tokens=9)[0]
+            for exit in (policy, Full())
+        )
+        assert output.token_ids == full.token_ids
+        assert set(output.exit_layers) == {5}
+    with pytest.raises(ExitError, match=r"^ConfidentExit.part: expected 'all' for a model without"):
+        eecore.generate(plain, "a", exit=ConfidentExit(0.5, part="thought"))
+
+
 # What is refused
 
 

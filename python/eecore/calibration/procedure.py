@@ -18,7 +18,7 @@ from typing import Literal
 from eecore.calibration.examples import Example
 from eecore.calibration.generated import generated
 from eecore.calibration.similarity import SIMILARITIES
-from eecore.calibration_file import Calibration, CalibrationStep
+from eecore.calibration_file import Calibration, CalibrationStep, TextPart
 from eecore.errors import RequestError
 from eecore.exits import ConfidentExit, ExitClassifier, Full, Measure
 from eecore.generation import Model
@@ -109,6 +109,7 @@ def calibrate(
     exit_points: Sequence[int] | None = None,
     min_exit_layer: int = 1,
     classifier: ExitClassifier | None = None,
+    part: TextPart = "all",
     progress: Callable[[CalibrationStep], None] | None = None,
 ) -> Calibration:
     """Find the lowest threshold that keeps the promise, by generating with one after the other.
@@ -127,6 +128,8 @@ def calibrate(
         exit_points: exit layers at which confidence is measured.
         min_exit_layer: the earliest exit.
         classifier: for the ``classifier`` measure.
+        part: as in :class:`eecore.ConfidentExit`; the texts that are compared are answers without
+            their thoughts, whatever it is.
         progress: called with the step of each threshold tried.
 
     Raises:
@@ -144,6 +147,7 @@ def calibrate(
             exit_points=points,
             min_exit_layer=min_exit_layer,
             classifier=classifier,
+            part=part,
         )
 
     policy_at(1.0).check(model.config)
@@ -186,6 +190,7 @@ def calibrate(
         grid=tuple(grid),
         steps=tuple(steps),
         vocabulary_sha256=None if head is None else head.vocabulary_sha256,
+        part=part,
     )
 
 

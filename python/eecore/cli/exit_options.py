@@ -47,6 +47,7 @@ ExitPoints = Annotated[
 ]
 MinExitLayer = Annotated[int | None, _said("confident", "min_exit_layer", min=1)]
 DecayTau = Annotated[float | None, _said("confident", "decay_tau", "--decay-tau", "--tau")]
+TextPart = Annotated[str | None, _said("confident", "part")]
 ClassifierFile = Annotated[
     Path | None,
     typer.Option(
@@ -80,6 +81,7 @@ class MeasureOptions:
     exit_points: ExitPoints = None
     min_exit_layer: MinExitLayer = None
     classifier: ClassifierFile = None
+    part: TextPart = None
 
     @property
     def given(self) -> list[str]:

@@ -29,6 +29,7 @@ from eecore.decoding.sampling import (
 from eecore.decoding.step import Sizes, Step, sizes_for, tapped_layers
 from eecore.errors import NotFiniteError
 from eecore.models import DraftHead, KVCache, LlamaModel, Network
+from eecore.planning.draft_state import exit_thresholds
 from eecore.planning.route import Check
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
@@ -89,7 +90,7 @@ class ExitStep(Step):
         self.rows: list[Row] = []
         self._sequences: list[Sequence] = []
         self._thresholds_of: list[Row] | None = None  # whose constant thresholds are written
-        self._decays = False  # whether some row's thresholds change
+        self._changes = False  # whether some row's thresholds change
         self._counters: dict[tuple[int, int], Counters] = {}  # by exit layer and layers filled
         self._zeros = [0] * num_rows
         given = self._given.device
@@ -150,7 +151,7 @@ class ExitStep(Step):
     def _write_fixed(self, rows: list[Row]) -> None:
         """Write the columns that are kept for the same rows."""
         self._thresholds_of = self._host.holds = None
-        self._decays = any(row.route.decays for row in rows)
+        self._changes = any(row.route.changes for row in rows)
         self._write_rows(rows)
         routes = [row.route for row in rows]
         self._host.write(
@@ -187,7 +188,7 @@ class ExitStep(Step):
             thresholds that change.
         """
         sequences = [work.sequence for work in works]
-        if not self.sizes.follows or sequences != self._sequences or self._decays:
+        if not self.sizes.follows or sequences != self._sequences or self._changes:
             return False
         positions = []
         for sequence in sequences:
@@ -275,12 +276,12 @@ class ExitStep(Step):
             if route.check is None:
                 continue
             t = len(sequence.output_ids) + row.pending
-            own = route.thresholds(t, sequence.sampling.max_tokens)
+            own = exit_thresholds(route, sequence, t)
             at = dict.fromkeys(route.records, 1.0) | dict(zip(route.points, own, strict=True))
             for k, (point, check) in enumerate(self._checks):
                 if check == route.check and point in at:
                     thresholds[k, i] = at[point]
-        if not self._decays:
+        if not self._changes:
             self._thresholds_of = rows
 
     # The program

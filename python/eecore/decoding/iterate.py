@@ -22,6 +22,7 @@ from eecore.decoding.loop_step import LoopKind, LoopStep, Race, goes_by_loops, l
 from eecore.decoding.memory import Array, HostSide, power_of_two
 from eecore.decoding.prefill import Chunk, Prefill, encode
 from eecore.models import DraftHead, KVCache, Network
+from eecore.planning.draft_state import guided_of
 from eecore.planning.planner import Planner
 from eecore.planning.route import DraftPath
 from eecore.planning.row import Outcome, Row
@@ -320,7 +321,8 @@ class Iterations:
     def _must_land(self, work: Work) -> bool:
         """Whether the next run of a row needs the outcome of the last one on the host."""
         sequence = work.sequence
-        return work.is_prefill or sequence.sampling.has_masks or sequence.parent is not None
+        follows = sequence.parent is not None or guided_of(sequence) is not None
+        return work.is_prefill or follows
 
     def _launch(self, rows: list[Row]) -> Run:
         """Load rows that share a program, and run it."""

@@ -22,6 +22,7 @@ from eecore.decoding.memory import HostSide
 from eecore.decoding.sampling import DRAWS_TOKEN, sampling_rows
 from eecore.decoding.step import sizes_for
 from eecore.models import KVCache, LlamaModel, Network
+from eecore.planning.draft_state import exit_thresholds
 from eecore.planning.route import Check
 from eecore.planning.row import Outcome, Row
 from eecore.scheduling.sequence import Counters, Sequence
@@ -175,7 +176,7 @@ class LoopStep(ExitStep):
             threshold = 1.0  # for the record
             if end in route.points:
                 sequence = row.sequence
-                own = route.thresholds(len(sequence.output_ids), sequence.sampling.max_tokens)
+                own = exit_thresholds(route, sequence, len(sequence.output_ids))
                 threshold = own[route.points.index(end)]
             thresholds[self._checks.index((self._stack, route.check)), i] = threshold
 

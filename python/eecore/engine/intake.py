@@ -10,7 +10,7 @@ from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.engine.text import TextStream
 from eecore.errors import ExitError, RequestError
 from eecore.exit_text import Policies, usual_exit
-from eecore.exits import Exit
+from eecore.exits import ConfidentExit, Exit
 from eecore.models import Network, Tokenizer
 from eecore.models.text.thinking import Thinking
 from eecore.planning.auto import best_exit_layers
@@ -105,7 +105,13 @@ class Intake:
         )
         before = prompt_ids if input_ids is None else []
         guided = None if sampling.guide is None else self.guides.follow(sampling.guide)
-        if sampling.has_masks:
+        follows_thought = isinstance(policy, ConfidentExit) and policy.part == "thought"
+        if follows_thought and self.thinking is None:
+            raise ExitError(
+                "ConfidentExit.part: expected 'all' for a model without markers of thoughts, got "
+                "'thought'"
+            )
+        if sampling.has_masks or follows_thought:
             after = self._after_thought(sequence, before, guided)
             draft_state(sequence, config.exit_layers, after)
         if self._tokenizer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 from eecore.planning.draft_stop import AdaptiveDraftStop
@@ -84,6 +85,19 @@ def guided_of(sequence: Sequence) -> AnyGuided | None:
     """The progress of a request through its thought and its guide, if masks follow them."""
     state = sequence.draft
     return None if state is None else state.guided
+
+
+def exit_thresholds(route: Route, sequence: Sequence, t: int) -> list[float]:
+    """The threshold of each exit point for a request's token ``t``; infinity where it cannot exit.
+
+    Where rows exit in thoughts alone, ``t`` is the next token.
+    """
+    if route.in_thought:
+        guided = guided_of(sequence)
+        is_thought = isinstance(guided, GuidedThought) and guided.is_thought(sequence.output_ids)
+        if not is_thought:
+            return [inf] * len(route.points)
+    return route.thresholds(t, sequence.sampling.max_tokens)
 
 
 def route_of(sequence: Sequence, exit_layers: range) -> Route:

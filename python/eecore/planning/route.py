@@ -71,6 +71,7 @@ class Route:
         check: the measurement at the exit points; None where rows exit without one.
         records: layers after which the check is made only for the record.
         together: rows exit once all rows with ``together`` are accepted, none before.
+        in_thought: rows exit in a thought alone.
         fills: skipped layers get keys and values, from the exit state.
         path: how the request drafts; None for a request that does not speculate.
         draft_threshold: a draft ends with a token below this threshold; None: no threshold.
@@ -87,6 +88,7 @@ class Route:
     check: Check | None = None
     records: tuple[int, ...] = ()
     together: bool = False
+    in_thought: bool = False
     fills: bool = False
     path: DraftPath | None = None
     draft_threshold: float | None = None
@@ -104,9 +106,10 @@ class Route:
         return not (self.points or by_layers or isinstance(self.policy, FixedExit))
 
     @property
-    def decays(self) -> bool:
+    def changes(self) -> bool:
         """Whether the thresholds change from token to token."""
-        return isinstance(self.policy, ConfidentExit) and self.policy.decay_tau != 0.0
+        decays = isinstance(self.policy, ConfidentExit) and self.policy.decay_tau != 0.0
+        return decays or self.in_thought
 
     def thresholds(self, t: int, max_tokens: int) -> list[float]:
         """The threshold of each exit point for token ``t`` of at most ``max_tokens``."""
@@ -128,6 +131,7 @@ def make_route(policy: Exit, exit_layers: range, sampled: bool) -> Route:
             check=Check(policy.measure, policy.classifier),
             records=_records(policy.measure, points, exit_layers),
             together=policy.batch == "all",
+            in_thought=policy.part == "thought",
             fills=True,
         )
     if isinstance(policy, SelfSpeculative):

@@ -123,6 +123,10 @@ class GuidedThought:
             return place.forced or self._thinking.after
         return self._thinking.closing(at_line=place.tail.endswith("\n"))
 
+    def is_thought(self, token_ids: list[int]) -> bool:
+        """Whether the next token comes before the answer."""
+        return self.at(token_ids).answer is None
+
     def end_of(self, token_ids: list[int]) -> str | None:
         """What has ended a thought: ``model``, ``budget`` or a verdict; None: nothing yet."""
         place = self.at(token_ids)
