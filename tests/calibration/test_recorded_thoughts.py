@@ -77,7 +77,12 @@ def test_the_last_probe_has_the_whole_thoughts_answer(thinker: eecore.Model) -> 
     told = record(thinker, known, RULE, thinking_budget=BUDGET)
     assert [thought.is_right for thought in told] == [True, False]
     settings: dict[str, Any] = {"max_loss": 0.6, "confidence": 0.5, "thinking_budget": BUDGET}
-    assert calibrate_thoughts(thinker, known, RULE, **settings).loss == "lost"
+    found = calibrate_thoughts(thinker, known, RULE, **settings)
+    assert (found.loss, found.thinking_budget) == ("lost", BUDGET)
+    settings["thinking_budget"] = None
+    longest = max(len(asked(thinker, question)) for question in known)
+    budget = calibrate_thoughts(thinker, known, RULE, **settings).thinking_budget
+    assert budget == 512 - longest - 128 - len(" A") - 3
 
 
 def test_an_answer_is_known_by_its_text_or_its_only_number() -> None:

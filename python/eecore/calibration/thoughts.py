@@ -30,6 +30,7 @@ from eecore.files.json_fields import JsonFields
 from eecore.files.readable import path_of
 from eecore.files.texts import JsonLine, json_lines
 from eecore.generation import Model
+from eecore.models import Tokenizer
 from eecore.output import Output
 from eecore.thought_stop import NUMBER, Probe, ThoughtStop, Verdict, normalised
 from eecore.values import as_real
@@ -40,8 +41,9 @@ GRID = tuple(i / 100 for i in range(100, -1, -1))
 """The thresholds that are tried, in this order."""
 RULE = ThoughtStop(1.0)
 """The rule that is calibrated by default."""
-ROOM = 256
-"""Tokens after the budget: the thought's last sentence, its closing, a probe and the answer."""
+USUAL_BUDGET = 2048
+ROOM = 128
+"""Tokens after the budget for the thought's last sentence, its closing and the answer."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def calibrate_thoughts(
     *,
     max_loss: float = 0.02,
     confidence: float = 0.9,
-    thinking_budget: int = 2048,
+    thinking_budget: int | None = None,
 ) -> ThoughtCalibration:
     """Let a model think about all questions to the end, and find when its thoughts may end.
 
@@ -198,7 +200,7 @@ def calibrate_thoughts(
         stop: the rule, apart from its threshold.
         max_loss: the tolerated expected loss, between 0 and 1.
         confidence: the least probability that it is not exceeded, between 0 and 1.
-        thinking_budget: of each thought, in tokens.
+        thinking_budget: of each thought, in tokens; None: 2048, or what the model's context leaves.
 
     Raises:
         RequestError: a setting is wrong, there are too few questions, or the model has no thoughts;
@@ -206,9 +208,12 @@ def calibrate_thoughts(
     """
     tokenizer, source = parts_of(model)
     check_promise(len(questions), max_loss, confidence)
-    thoughts = record(model, questions, stop, thinking_budget=thinking_budget)
-    loss: ThoughtLoss = "different" if any(t.is_right is None for t in thoughts) else "lost"
     budget = thinking_budget
+    if budget is None:
+        longest = max(map(len, _prompts(tokenizer, questions)))
+        budget = min(USUAL_BUDGET, model.config.max_position - longest - _room(stop))
+    thoughts = record(model, questions, stop, thinking_budget=budget)
+    loss: ThoughtLoss = "different" if any(t.is_right is None for t in thoughts) else "lost"
     rule, _ = calibrated_stop(
         thoughts, stop, max_loss=max_loss, confidence=confidence, loss=loss, budget=budget
     )
@@ -220,7 +225,7 @@ def calibrate_thoughts(
         confidence=confidence,
         loss=loss,
         num_questions=len(thoughts),
-        thinking_budget=thinking_budget,
+        thinking_budget=budget,
         saved=1.0 - kept / full,
         model_sha256=source.sha256,
         tokenizer_sha256=tokenizer.sha256,
@@ -238,14 +243,10 @@ def record(
         RequestError: the model has no thoughts, or the budget is too large for it.
     """
     tokenizer, _ = parts_of(model)
-    prompts = [
-        tokenizer.encode_chat([{"role": "user", "content": question.prompt}], enable_thinking=True)
-        for question in questions
-    ]
     outputs = generated(
         model,
-        prompts,
-        max_tokens=thinking_budget + ROOM,
+        _prompts(tokenizer, questions),
+        max_tokens=thinking_budget + _room(stop),
         thinking_budget=thinking_budget,
         think=replace(stop, threshold=math.inf),
     )
@@ -257,6 +258,18 @@ def record(
         _recorded(str(number), question, output)
         for number, (question, output) in enumerate(zip(questions, outputs, strict=True), 1)
     ]
+
+
+def _prompts(tokenizer: Tokenizer, questions: Sequence[Example]) -> list[list[int]]:
+    return [
+        tokenizer.encode_chat([{"role": "user", "content": question.prompt}], enable_thinking=True)
+        for question in questions
+    ]
+
+
+def _room(stop: ThoughtStop) -> int:
+    """Tokens after the budget; a stem has no more tokens than bytes."""
+    return ROOM + len(stop.stem.encode()) + stop.max_answer
 
 
 def _recorded(name: str, question: Example, output: Output) -> Trajectory:

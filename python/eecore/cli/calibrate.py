@@ -50,7 +50,12 @@ class Thoughts:
         0.02, "Tolerated share of right answers lost; of other answers, where none is given."
     )
     confidence: float = option(0.9, "Least probability that the loss is not above it.")
-    thinking_budget: int = option(2048, "Tokens of a thought.", min=1)
+    thinking_budget: int | None = option(
+        None,
+        "Tokens of a thought.",
+        min=1,
+        show_default="2048, or what the context leaves",
+    )
 
     @property
     def settings(self) -> dict[str, Any]:
