@@ -1909,6 +1909,13 @@ CALIBRATION = (
         "tests/calibration/test_calibration.py",
     ),
     Mutant(
+        "answers-are-probed-as-thoughts",
+        "python/eecore/planning/thoughts.py",
+        "return place._replace(num_tokens=count, is_due=False)",
+        "return place._replace(num_tokens=count)",
+        "tests/planning/test_thought_probes.py",
+    ),
+    Mutant(
         "thought-stops-before-enough-probes",
         "python/eecore/thought_stop.py",
         "if answer and len(last) == self.agreeing:",

@@ -196,7 +196,9 @@ def test_places_of_probes(thinker: eecore.Model) -> None:
 def test_the_model_may_close_its_thought(thinker: eecore.Model) -> None:
     output = thought(thinker, RECORD, logit_bias={CLOSES: 4})
     assert output.stats.thought_end == "model"
-    assert output.thought_probes[-1].num_tokens == output.stats.thought_tokens
+    numbers = [probe.num_tokens for probe in output.thought_probes]
+    assert numbers == sorted(set(numbers))  # the answer is not probed
+    assert numbers[-1] == output.stats.thought_tokens
     ended = thought(thinker, ENDS, logit_bias={CLOSES: 100})
     assert (ended.stats.thought_end, ended.thought_probes) == ("model", [])
 

@@ -217,7 +217,7 @@ class GuidedThought:
         """The place after one more token."""
         count = place.num_tokens + 1
         if place.answer is not None:
-            return place._replace(num_tokens=count)
+            return place._replace(num_tokens=count, is_due=False)
         decoder = place.decoder.copy()
         text = decoder.add(token)
         reading, thought, _ = self._thinking.read(place.reading, text)
