@@ -228,7 +228,7 @@ FLOORS = {
     "serving": "eecore generation engine models exit_text exits calibration_file config "
     "guide output",
     "cli": "eecore heads serving calibration generation models exit_text exits "
-    "calibration_file config output",
+    "calibration_file config thought_stop output",
     "lab": "cli eecore calibration generation engine decoding planning models exit_text "
     "exits calibration_file config output",
     "__main__": "cli",

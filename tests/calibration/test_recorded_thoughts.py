@@ -119,8 +119,10 @@ def test_the_command_writes_beside_the_model(
     lines = [{"question": question.prompt, "answer": "18"} for question in QUESTIONS]
     path.write_text("\n".join(map(json.dumps, lines)))
     words = ["calibrate", str(folder), "--think", str(path), "--thinking-budget", str(BUDGET)]
-    assert run([*words, "--max-loss", ".4", "--confidence", ".6", "--device", "cpu"]) == 0
+    words += ["--max-loss", ".4", "--confidence", ".6", "--device", "cpu"]
+    assert run([*words, "--agreeing", "2", "--every", "6"]) == 0
     found = ThoughtCalibration.beside(folder)
+    assert (found.stop.agreeing, found.stop.every) == (2, 6)
     assert (found.loss, found.max_loss, found.thinking_budget) == ("lost", 0.4, BUDGET)
     assert "calibrated (at most 0.4 right answers lost" in capsys.readouterr().out
     assert run(["calibrate", str(folder)]) == 2

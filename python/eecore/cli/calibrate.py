@@ -57,9 +57,12 @@ class Thoughts:
         show_default="2048, or what the context leaves",
     )
 
+    agreeing: int = option(3, "Probes in a row that have to agree.", min=1)
+    every: int = option(64, "Fewest tokens between probes; fewer suit short thoughts.", min=1)
+
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of :func:`eecore.calibrate_thoughts`."""
+        """The arguments of :func:`eecore.calibrate_thoughts`, apart from the rule."""
         names = ("max_loss", "confidence", "thinking_budget")
         return {name: getattr(self, name) for name in names}
 
@@ -127,13 +130,15 @@ def _calibrate_thoughts(
     from eecore.calibration import read_examples
     from eecore.calibration.thoughts import calibrate_thoughts, check_promise
     from eecore.calibration_file import ThoughtCalibration
+    from eecore.thought_stop import ThoughtStop
 
     out = out or ThoughtCalibration.file_of(directory)
     check_out("--out", out)
     assert thoughts.think is not None
+    stop = ThoughtStop(1.0, thoughts.agreeing, thoughts.every)
     questions = read_examples(thoughts.think, limit=limit, fields=("question", "answer"))
     check_promise(len(questions), thoughts.max_loss, thoughts.confidence)
-    found = calibrate_thoughts(loading.load(directory), questions, **thoughts.settings)
+    found = calibrate_thoughts(loading.load(directory), questions, stop, **thoughts.settings)
     found.save(out)
     rule = found.stop
     ends = f"{rule.agreeing} probes agree, each with a confidence of {rule.threshold:g} or more"
