@@ -177,6 +177,7 @@ class KvFillCase:
     norms_all_k: bool = False  # all heads at once, where there is a norm
     pre_norm: bool = True
     num_ropes: int = 0  # tables that layers choose from; 0: one for all
+    num_loops: int = 1
 
 
 KV_FILL_CASES = (
@@ -207,6 +208,8 @@ KV_FILL_CASES = (
         pre_norm=False,
         num_ropes=3,
     ),
+    KvFillCase(9, num_layers=2, hidden_size=72, num_kv_heads=2, num_loops=3),
+    KvFillCase(4, num_kv_heads=3, k_norm=True, norms_all_k=True, num_loops=4),
 )
 
 

@@ -35,7 +35,7 @@ def random_call(
 
     layers, heads, width = case.num_layers, case.num_kv_heads, case.head_dim
     num_pages = case.num_tokens // case.page_size + 2
-    cache = torch.full((layers, num_pages, case.page_size, heads, width), NAN)
+    cache = torch.full((layers, case.num_loops * num_pages, case.page_size, heads, width), NAN)
     qkv = normal(layers, 4 * heads * width, case.hidden_size) / math.sqrt(case.hidden_size)
     slots = torch.randperm(num_pages * case.page_size, generator=generator)[: case.num_tokens]
     slots[integers(0, 6) == 0] = -1
@@ -49,6 +49,10 @@ def random_call(
         "slot_mapping": slots,
         "eps": 1e-5,
     }
+    if case.num_loops > 1:  # rows in loops of their own, which skip whole loops
+        of_loop = call["loop_slots"] = num_pages * case.page_size
+        slots[slots >= 0] += of_loop * integers(0, case.num_loops)[slots >= 0]
+        call["exit_layer"] = layers * integers(0, case.num_loops + 1, torch.int32)
     if case.bias:
         call["kv_bias"] = normal(layers, 2 * heads * width)
     if case.k_norm:
