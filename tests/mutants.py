@@ -529,10 +529,17 @@ CHECKS = (
         "tests/decoding/test_loop_passes.py",
     ),
     Mutant(
+        "short-chunk-waits-between-its-loops",
+        "python/eecore/decoding/prefill.py",
+        "most is not None and left > most",
+        "most is not None",
+        "tests/decoding/test_loop_passes.py",
+    ),
+    Mutant(
         "chunk-runs-all-loops-beside-rows-that-decode",
         "python/eecore/decoding/iterate.py",
-        "one_loop=bool(decoding)",
-        "one_loop=False",
+        "most = self._max_chunk if decoding else None",
+        "most = None",
         "tests/decoding/test_loop_passes.py",
     ),
     Mutant(

@@ -272,6 +272,19 @@ def test_a_chunk_runs_one_loop_beside_rows_that_decode(
     assert sizes == [CHUNK] * LOOPS
 
 
+def test_a_short_prompt_runs_all_loops_at_once(model: eecore.Model) -> None:
+    """One that has no more to run than a loop of a whole chunk."""
+    engine = began(model, max_prefill_chunk=CHUNK)
+    length = CHUNK // LOOPS
+    engine.add_request(LATE[:length], exit=Full(), sampling=SAMPLING, request_id="short")
+    engine.add_request(LATE[: length + 1], exit=Full(), sampling=SAMPLING, request_id="longer")
+    engine.hold("longer")
+    assert "short" in {step.request_id for step in engine.step()}
+    engine.resume("longer")
+    assert "longer" not in {step.request_id for step in engine.step()}
+    assert "longer" in {step.request_id for step in engine.step()}
+
+
 def late_loses_its_pages(engine: eecore.Engine) -> None:
     loses_its_pages(engine, "late")
 

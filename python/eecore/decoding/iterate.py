@@ -103,6 +103,8 @@ class Iterations:
     Args:
         ahead: whether a program's next run is launched before the outcome of this one is known;
             None: if ``run`` returns early.
+        max_chunk: the longest chunk of a prompt. Beside rows that decode, prompts of a looped model
+            run no more than such a chunk does in one loop.
     """
 
     def __init__(
@@ -112,8 +114,9 @@ class Iterations:
         run: RunProgram,
         *,
         ahead: bool | None = None,
+        max_chunk: int,
     ) -> None:
-        self.model, self.kv = model, kv
+        self.model, self.kv, self._max_chunk = model, kv, max_chunk
         self._keyed: DraftHead | None = None
         if model.draft_head is not None and kv.of_head is not None:
             self._keyed = model.draft_head
@@ -157,7 +160,8 @@ class Iterations:
         since = None if last is None or prompts or last[1] != sequences else last[0]
         outcomes: dict[Sequence, Outcome] = {}
         if prompts:
-            for outcome in self._prefill(prompts, one_loop=bool(decoding)):
+            most = self._max_chunk if decoding else None
+            for outcome in self._prefill(prompts, most):
                 outcomes[outcome.sequence] = outcome
         rows = self.planner.plan(decoding, others_wait=others_wait)
         families = self._families(rows)
@@ -171,8 +175,10 @@ class Iterations:
         return [outcomes[work.sequence] for work in works]
 
     @torch.inference_mode()
-    def _prefill(self, prompts: list[Work], *, one_loop: bool) -> list[Outcome]:
-        """Run a chunk of each prompt, or one loop of it, after the encoder has read its input."""
+    def _prefill(self, prompts: list[Work], most: int | None) -> list[Outcome]:
+        """Run a chunk of each prompt, after the encoder has read its input; ``most`` as for
+        ``Prefill.run``.
+        """
         unread = [work.sequence for work in prompts if work.sequence.tokens_to_encode]
         if unread:
             encode(self.model, self.kv, unread)
@@ -180,8 +186,7 @@ class Iterations:
         for sequence, chunk in list(begun.items()):
             if sequence.status is not SequenceStatus.RUNNING or sequence.pages is not chunk.pages:
                 del begun[sequence]
-        prefill = Prefill(self.model, self.kv, prompts, begun, self._run_chunk)
-        return prefill.run(one_loop=one_loop)
+        return Prefill(self.model, self.kv, prompts, begun, self._run_chunk).run(most)
 
     def _run_by_size(self, kind: ChunkKind, token_ids: Array, rows: ChunkRows) -> ChunkPass:
         """Run the layers of prompts' chunks by the program of their size, and return it."""

@@ -1,7 +1,7 @@
 """The pass of prompts: chunks of prompts, and replays of preempted requests.
 
 The pass runs before the programs of an iteration and shares no call with them, so that a prompt
-that arrives changes nothing for requests that decode. Beside such requests a chunk of a looped
+that arrives changes nothing for requests that decode. Beside such requests a long chunk of a looped
 model runs one loop in a pass, so that they wait for one loop at most. On a GPU the layers' work of
 most passes is a captured program of its own, which runs all loops.
 """
@@ -169,14 +169,15 @@ class Prefill:
                 depths[position - first] = sequence.kv_exit_layers[position - prompt]
         return Chunk(sequence, first, stop, depths, sequence.pages)
 
-    def run(self, *, one_loop: bool = False) -> list[Outcome]:
+    def run(self, most: int | None = None) -> list[Outcome]:
         """Run the pass, and return one outcome per work, in order.
 
         Args:
-            one_loop: whether the chunks of a looped model run one loop at most. Nothing is computed
-                yet for those that then have further loops to run.
+            most: positions of a looped model that may run a loop, if others wait: where the chunks
+                have more than that to run, they run one loop. Nothing is computed yet for those
+                that then have further loops to run. None: all loops run.
         """
-        hidden = self._layers(one_loop=one_loop)
+        hidden = self._layers(most)
         emitting, outcomes, goes_on = list[int](), list[Outcome](), self._reached < self._depths
         for i, (chunk, end) in enumerate(zip(self._chunks, self._ends, strict=True)):
             rows = slice(end - len(chunk.depths), end)
@@ -214,7 +215,7 @@ class Prefill:
             else:
                 outcomes[i].prompt_logprobs = entries
 
-    def _layers(self, *, one_loop: bool) -> Tensor:
+    def _layers(self, most: int | None) -> Tensor:
         """Run the layers; [num_rows, hidden_size]: each row's state when it exits, or so far."""
         model, kv, depths, reached = self._model, self._kv, self._depths, self._reached
         every = np.arange(len(depths))
@@ -227,6 +228,8 @@ class Prefill:
         for chunk, end in zip(self._chunks, self._ends, strict=True):
             if chunk.states is not None:
                 states[end - len(chunk.depths) : end] = chunk.states
+        left = (depths - reached).sum() // self._stack  # positions that have a loop to run
+        one_loop = kv.num_loops > 1 and most is not None and left > most
         while len(active := np.flatnonzero(reached < depths)):
             index = None if len(active) == len(every) else self._tensor(active)
             hidden = states if index is None else states[index]
@@ -245,7 +248,7 @@ class Prefill:
             states = hidden if index is None else states.index_copy(0, index, hidden)
             # In the layers above, later positions attend to keys of positions that exited early.
             self._fill(active[reached[active] == depths[active]], states)
-            if one_loop and kv.num_loops > 1:
+            if one_loop:
                 break
         return states
 

@@ -73,7 +73,11 @@ class Engine:
         dtype = cache_dtype(network, self.config.kv_cache_dtype)
         kv = allocate_cache(network, self.config.num_pages, self.config.page_size, dtype)
         self.iterations = Iterations(
-            network, kv, run or run_program_on(network.device), ahead=ahead
+            network,
+            kv,
+            run or run_program_on(network.device),
+            ahead=ahead,
+            max_chunk=self.config.max_prefill_chunk,
         )
         self.intake = Intake(network, tokenizer, self.config)
         self.num_failed_iterations = 0
