@@ -33,6 +33,7 @@ BENCHMARKS = {
     "vllm": "bench.integrations.vllm",
     "serve": "bench.serving.serve",
     "soak-serve": "bench.serving.soak",
+    "thoughts-served": "bench.serving.thoughts",
     "ops-table": "bench.ops.table",
     "attention": "bench.ops.attention",
     "gpu": "bench.gpu.gpu",
