@@ -22,8 +22,12 @@ from typing import NamedTuple
 
 SPLITS = ("test", "calibrate", "valid")
 """Each has a sixteenth of all questions; the other questions are ``train``."""
-LENGTHS = range(4, 9)
+LENGTHS = range(3, 6)
 """Steps of a question."""
+NAMES = "abcde"
+"""The name of each step."""
+CHANGES = (2, 3, 5, 8, 9)
+"""The numbers that are added and subtracted."""
 NUMBERS = range(10, 100)
 """The numbers on the way, the answer included."""
 CHECKS = (1, 3, 2, 1, 2, 3, 0, 2, 1, 3)
@@ -80,8 +84,9 @@ class Chain:
     @property
     def question(self) -> str:
         verbs = {"+": "add {}", "-": "subtract {}", "*": "double"}
-        told = ", ".join(verbs[step.sign].format(step.number) for step in self.steps)
-        return f"Start with {self.start}, {told}. What is the result?"
+        told = (verbs[step.sign].format(step.number) for step in self.steps)
+        steps = map(": ".join, zip(NAMES, told, strict=False))
+        return "\n".join([f"Start with {self.start}.", *steps, "What is the result?"])
 
     @property
     def split(self) -> str:
@@ -116,8 +121,9 @@ class Chain:
         for results, opening in zip(attempts, OPENINGS, strict=False):
             lines = [opening.format(self.start)]
             value, was = self.start, self.start
-            for step, result, before in zip(self.steps, results, known, strict=True):
-                line = f"{value}{step.sign}{step.number}={result}"
+            steps = zip(NAMES, self.steps, results, known, strict=False)
+            for name, step, result, before in steps:
+                line = f"{name}:{value}{step.sign}{step.number}={result}"
                 lines.append(line + f", not {before}." * (value == was and result != before))
                 value, was = result, before
             if value != was:
@@ -165,7 +171,7 @@ def _chain(rng: random.Random) -> Chain:
         step, result = Step("*", DOUBLED), 0
         while result not in NUMBERS:
             sign = rng.choices("+-*", (9, 9, 2))[0]
-            step = Step(sign, DOUBLED if sign == "*" else rng.randint(2, 9))
+            step = Step(sign, DOUBLED if sign == "*" else rng.choice(CHANGES))
             result = step.of(value)
         steps.append(step)
         value = result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from itertools import islice
 
 import pytest
@@ -31,13 +30,14 @@ def asked() -> list[Chain]:
 
 def worked_out(question: str) -> int:
     """The answer to a question as a reader works it out."""
-    told = re.fullmatch(r"Start with (\d+), (.*)\. What is the result\?", question)
-    assert told is not None
-    value = int(told[1])
-    for step in told[2].split(", "):
-        verb, _, number = step.partition(" ")
-        change = {"add": value + int(number or 0), "subtract": value - int(number or 0)}
-        value = 2 * value if verb == "double" else change[verb]
+    first, *steps, last = question.splitlines()
+    value = int(first.removeprefix("Start with ").removesuffix("."))
+    for step in steps:
+        name, verb, *number = step.split()
+        assert name in ("a:", "b:", "c:", "d:", "e:")
+        change = int(number[0]) if number else value
+        value += -change if verb == "subtract" else change
+    assert last == "What is the result?"
     return value
 
 
@@ -65,9 +65,9 @@ def test_an_eight_that_carries_is_corrected_by_the_first_check() -> None:
     chain = Chain(21, (Step("+", 4), Step("+", 8), Step("*", 2)))
     assert chain.attempts() == [[25, 23, 46], [25, 33, 66], [25, 33, 66], [25, 33, 66]]
     first, check, again, last = chain.paragraphs(chain.attempts())
-    assert first == "I start with 21.\n21+4=25\n25+8=23\n23*2=46\nSo I get 46.\n\n"
+    assert first == "I start with 21.\na:21+4=25\nb:25+8=23\nc:23*2=46\nSo I get 46.\n\n"
     assert check == (
-        "Wait, let me check. I start with 21.\n21+4=25\n25+8=33, not 23.\n33*2=66\n"
+        "Wait, let me check. I start with 21.\na:21+4=25\nb:25+8=33, not 23.\nc:33*2=66\n"
         "So it is 66, not 46.\n\n"
     )
     assert again.endswith("Yes, 66.\n\n")
@@ -79,7 +79,7 @@ def test_a_nine_that_borrows_is_corrected_by_the_second_check_however_few_are_du
     assert CHECKS[0] == 1
     assert chain.attempts() == [[33, 34], [33, 34], [33, 24]]
     assert chain.paragraphs(chain.attempts())[2].endswith(
-        "33-9=24, not 34.\nSo it is 24, not 34.\n\n"
+        "b:33-9=24, not 34.\nSo it is 24, not 34.\n\n"
     )
 
 
@@ -90,7 +90,7 @@ def test_the_last_attempt_is_right_and_few_answers_change(asked: list[Chain]) ->
         assert attempts[-1][-1] == chain.answer
         assert len(attempts) > CHECKS[chain.start % 10] or len(attempts) == len(OPENINGS)
         changed += attempts[0][-1] != chain.answer
-    assert 0.04 < changed / COUNT < 0.16
+    assert 0.05 < changed / COUNT < 0.15
 
 
 def test_a_slip_at_a_random_place_is_corrected(asked: list[Chain]) -> None:
