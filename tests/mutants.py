@@ -175,6 +175,13 @@ CPU_KERNELS = (
         "tests/ops/test_pack_weight.py tests/ops/test_unpack_weight.py -k cpu",
     ),
     Mutant(
+        "high-bit-of-a-scale-dropped",
+        "csrc/cpu/pack_weight.cpp",
+        "(packed[i / 4] >> (i % 4 * 2) & 3) << 4",
+        "(packed[i / 4] >> (i % 4 * 2) & 1) << 4",
+        "tests/ops/test_pack_weight.py tests/ops/test_unpack_weight.py -k cpu",
+    ),
+    Mutant(
         "round-slots-within-the-first-page",
         "csrc/cpu/begin_round.cpp",
         "pages[page] * size + at % size : -1;",
@@ -280,6 +287,13 @@ CPU_KERNELS = (
 )
 
 CUDA_KERNELS = (
+    Mutant(
+        "value-of-a-table-off-by-one",
+        "include/eecore/packed_weight.h",
+        "-22, -10, 1, 13, 25,",
+        "-22, -10, 0, 13, 25,",
+        "tests/ops/test_skinny_products.py -k 'emulated and IQ4_NL and matches'",
+    ),
     Mutant(
         "verification-counts-without-barrier",
         "include/eecore/begin_verification.cuh",

@@ -10,7 +10,8 @@ import torch
 
 from eecore import ops
 
-# Offsets of a block's float16 numbers, and their values for weights of about 1: scales, minima.
+# Offsets of a block's float16 numbers, and their values for weights of about 1: scales, minima. The
+# scale of MXFP4 is a byte, an exponent.
 SCALES: dict[str, tuple[int, tuple[float, ...]]] = {
     "Q4_0": (0, (1 / 5,)),
     "Q4_1": (0, (1 / 5, -1.5)),
@@ -20,8 +21,13 @@ SCALES: dict[str, tuple[int, tuple[float, ...]]] = {
     "Q4_K": (0, (1 / 160, 1 / 20)),
     "Q5_K": (0, (1 / 320, 1 / 20)),
     "Q6_K": (208, (1 / 1400,)),
+    "Q2_K": (80, (1 / 8, 1 / 5)),
+    "Q3_K": (108, (1 / 40,)),
+    "IQ4_NL": (0, (1 / 60,)),
+    "IQ4_XS": (0, (1 / 1000,)),
+    "MXFP4": (0, (1 / 4,)),
 }
-SMALL_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+SMALL_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
 """Formats whose blocks have 32 columns."""
 
 
@@ -41,6 +47,9 @@ def random_blocks(
     first, sizes = SCALES[format]
     for i, value in enumerate(sizes):
         scales = value * size * random.uniform(0.5, 1.5, blocks.shape[:2])
+        if format == "MXFP4":
+            blocks[..., 0] = 128 + np.floor(np.log2(scales))
+            break
         at = slice(first + 2 * i, first + 2 * i + 2)
         blocks[..., at] = scales.astype(np.float16)[..., None].view(np.uint8)
     return torch.from_numpy(blocks.reshape(num_rows, columns // per_block * num_bytes))

@@ -15,10 +15,19 @@ from tokenizers import pre_tokenizers
 
 from bench.decode.models import add_settings, interleave_rotary
 from eecore.models.readers.gguf_checkpoint import TENSOR_NAMES
+from packed_blocks import random_blocks
 
 GGUF_NAMES = {hf: name for name, hf in TENSOR_NAMES.items()}
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+
+
+def blocks_of(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """A matrix in blocks: of its values where gguf quantises to the kind, random ones elsewhere."""
+    try:
+        return gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        return random_blocks(kind.name, *values.shape, size=float(values.std())).numpy()
 
 
 def write_gguf(
@@ -34,8 +43,9 @@ def write_gguf(
 ) -> Path:
     """The model of a Hugging Face directory as a GGUF file, with a byte-level tokenizer.
 
-    Matrices are of one kind, those with a name in ``kinds`` of that one. With ``tensors_per_part``
-    there are several files, the first of which is returned.
+    Matrices are of one kind, those with a name in ``kinds`` of that one; of a kind that gguf does
+    not quantise they are random, of the same size. With ``tensors_per_part`` there are several
+    files, the first of which is returned.
     """
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
@@ -66,8 +76,7 @@ def write_gguf(
         stored = f"{f'blk.{layer}.' if layer else ''}{GGUF_NAMES[part]}.{kind}"
         chosen = (kinds or {}).get(stored.removesuffix(".weight"), quantization)
         if chosen is not None and values.ndim == 2:
-            packed = gguf.quants.quantize(values, chosen)
-            writer.add_tensor(stored, packed, raw_dtype=chosen)
+            writer.add_tensor(stored, blocks_of(values, chosen), raw_dtype=chosen)
         else:
             writer.add_tensor(stored, values)
     for name, values in (extra or {}).items():

@@ -68,7 +68,7 @@ template <BlockFormat kFormat, int kBatch, bool kNear>
 [[gnu::noinline]] void multiply_two_parts(const PanelPart* parts, const XBlock* x, int64_t x_stride,
                                           LinesAhead<kNear> ahead, float* sums, int64_t stride) {
   constexpr BlockTraits kTraits = traits_of(kFormat);
-  constexpr bool kHasHalves = kFormat == BlockFormat::kQ6_K;
+  constexpr bool kHasHalves = has_halves(kFormat);
   using Dot = PanelDot<kHasHalves ? 4 : 8, quant_bits(kFormat)>;
   Vec totals[2][kBatch];
   for (auto& of_panel : totals) {
@@ -100,7 +100,7 @@ template <BlockFormat kFormat, int kBatch, bool kNear>
         const Vec x_scale = broadcast(x[b * x_stride].scale);
 #pragma GCC unroll 2
         for (int p = 0; p < 2; ++p) {
-          const Vec scale = is_second_half ? scales[p].second : scales[p].scale;
+          const Vec scale = scales[p].scale[is_second_half];
           const Ints product = products[p][b].total(offset_of(b, is_second_half));
           totals[p][b] = fma(to_vec(product), scale * x_scale, totals[p][b]);
         }
@@ -119,13 +119,11 @@ template <BlockFormat kFormat, int kBatch, bool kNear>
     dot_of_two<kFormat, 3>(quants, high_bits, x, x_stride, products);
     ahead.ask();
     add(kHasHalves);
-    if constexpr (has_minima(kFormat)) {
 #pragma GCC unroll 8
-      for (int b = 0; b < kBatch; ++b) {
-        const Vec scaled_sum = broadcast(x[b * x_stride].scaled_sum);
-        totals[0][b] = fma(scales[0].second, scaled_sum, totals[0][b]);
-        totals[1][b] = fma(scales[1].second, scaled_sum, totals[1][b]);
-      }
+    for (int b = 0; b < kBatch; ++b) {
+      const XBlock& columns = x[b * x_stride];
+      totals[0][b] = add_minima<kFormat>(scales[0].minimum, columns, totals[0][b]);
+      totals[1][b] = add_minima<kFormat>(scales[1].minimum, columns, totals[1][b]);
     }
 #pragma GCC unroll 2
     for (int p = 0; p < 2; ++p) {
@@ -187,7 +185,7 @@ template <BlockFormat kFormat, int kRows, typename Ahead>
 [[gnu::always_inline]] inline void multiply_abreast(const Bytes* q, const LaneScales& scales,
                                                     const XBlock* x, int64_t x_stride, Ahead ahead,
                                                     Vec* totals) {
-  constexpr bool kHasHalves = kFormat == BlockFormat::kQ6_K;
+  constexpr bool kHasHalves = has_halves(kFormat);
   constexpr int kShift =
       quant_bits(kFormat) - 4;  // from 8 times the sum of x to the multiple for the offset
   constexpr bool kHasOffset = !has_minima(kFormat);
@@ -196,10 +194,10 @@ template <BlockFormat kFormat, int kRows, typename Ahead>
 #pragma GCC unroll 8
   for (int b = 0; b < kRows; ++b) {
     const XBlock& columns = x[b * x_stride];
-    const int32_t first = kHasHalves ? columns.minus_8_low : kHasOffset ? columns.minus_8 : 0;
-    products[b] = broadcast_shifted<kShift>(first);
+    const int32_t low = kHasHalves ? columns.minus_8_low : columns.minus_8;
+    products[b] = broadcast_shifted<kShift>(kHasOffset ? low : 0);
     if constexpr (kHasHalves) {
-      more[b] = broadcast_shifted<kShift>(columns.minus_8 - columns.minus_8_low);
+      more[b] = broadcast_shifted<kShift>(kHasOffset ? columns.minus_8 - low : 0);
     }
   }
   dot<kHasHalves ? 4 : 8, kRows>(q, x->q, bytes, ahead, products);
@@ -210,13 +208,11 @@ template <BlockFormat kFormat, int kRows, typename Ahead>
   for (int b = 0; b < kRows; ++b) {
     const XBlock& columns = x[b * x_stride];
     const Vec x_scale = broadcast(columns.scale);
-    totals[b] = fma(to_vec(products[b]), scales.scale * x_scale, totals[b]);
+    totals[b] = fma(to_vec(products[b]), scales.scale[0] * x_scale, totals[b]);
     if constexpr (kHasHalves) {
-      totals[b] = fma(to_vec(more[b]), scales.second * x_scale, totals[b]);
+      totals[b] = fma(to_vec(more[b]), scales.scale[1] * x_scale, totals[b]);
     }
-    if constexpr (has_minima(kFormat)) {
-      totals[b] = fma(scales.second, broadcast(columns.scaled_sum), totals[b]);
-    }
+    totals[b] = add_minima<kFormat>(scales.minimum, columns, totals[b]);
   }
 }
 
@@ -225,7 +221,7 @@ template <BlockFormat kFormat, int kBatch, typename Ahead>
 [[gnu::always_inline]] inline void multiply_block(const Bytes* q, const LaneScales& scales,
                                                   const XBlock* x, int64_t x_stride, Ahead ahead,
                                                   Vec* totals) {
-  constexpr int kMax = kFormat == BlockFormat::kQ6_K ? 1 : kRowsAbreast;
+  constexpr int kMax = has_halves(kFormat) ? 1 : kRowsAbreast;
   constexpr int kRows = kBatch < kMax ? kBatch : kMax;
   multiply_abreast<kFormat, kRows>(q, scales, x, x_stride, ahead, totals);
   if constexpr (kBatch > kRows) {
@@ -324,24 +320,7 @@ inline void multiply_panel(const PanelProduct& product) {
 }  // namespace
 
 void multiply_panel(BlockFormat format, const PanelProduct& product) {
-  switch (format) {
-    case BlockFormat::kQ4_0:
-      return multiply_panel<BlockFormat::kQ4_0>(product);
-    case BlockFormat::kQ4_1:
-      return multiply_panel<BlockFormat::kQ4_1>(product);
-    case BlockFormat::kQ5_0:
-      return multiply_panel<BlockFormat::kQ5_0>(product);
-    case BlockFormat::kQ5_1:
-      return multiply_panel<BlockFormat::kQ5_1>(product);
-    case BlockFormat::kQ8_0:
-      return multiply_panel<BlockFormat::kQ8_0>(product);
-    case BlockFormat::kQ4_K:
-      return multiply_panel<BlockFormat::kQ4_K>(product);
-    case BlockFormat::kQ5_K:
-      return multiply_panel<BlockFormat::kQ5_K>(product);
-    case BlockFormat::kQ6_K:
-      return multiply_panel<BlockFormat::kQ6_K>(product);
-  }
+  dispatch_format(format, [&]<BlockFormat kFormat>() { multiply_panel<kFormat>(product); });
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

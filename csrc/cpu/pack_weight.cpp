@@ -5,13 +5,11 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// 32 columns of a row as stored in a file: quants that are not negative, and the addresses of its
-// scales.
+// 32 columns of a row as stored in a file: quants that are not negative, and its scales.
 struct RowBlock {
   alignas(16) uint8_t q[kBlockColumns];
-  const uint8_t* scale;    // float16
-  const uint8_t* minimum;  // float16; null in formats without minima
-  uint8_t sub[2];          // in K formats: scale and minimum, in Q6_K the scales of both halves
+  const uint8_t* scale;  // a float16, and after it a minimum where there are minima
+  uint8_t sub[2];        // sub-scales, as a panel has them
 };
 
 // The low and the high nibbles of 16 bytes; bytes: [16].
@@ -40,6 +38,30 @@ void take_sub_scales(const uint8_t* packed, int64_t i, uint8_t* sub) {
   }
 }
 
+// The two bits of the 32 columns of part i, of which 4 share 32 bytes.
+void take_two_bits(const uint8_t* bytes, int64_t i, uint8_t* q) {
+  for (int k = 0; k < kBlockColumns; ++k) {
+    q[k] = bytes[i / 4 * 32 + k] >> static_cast<int>(i % 4 * 2) & 3;
+  }
+}
+
+// The 6-bit scale of 16 columns i, less 32, out of 12 bytes.
+uint8_t half_scale(const uint8_t* packed, int64_t i) {
+  const int low = packed[i % 8] >> (i / 8 * 4) & 15;
+  return static_cast<uint8_t>((low | (packed[8 + i % 4] >> (i / 4 * 2) & 3) << 4) - 32);
+}
+
+// The 6-bit scale of sub-block i, less 32, out of 2 bytes of high bits and 4 of low ones.
+uint8_t sub_scale(const uint8_t* packed, int64_t i) {
+  const int low = packed[2 + i / 2] >> (i % 2 * 4) & 15;
+  return static_cast<uint8_t>((low | (packed[i / 4] >> (i % 4 * 2) & 3) << 4) - 32);
+}
+
+// A power of two, times a half, of which the exponent is stored.
+BFloat16 half_power(uint8_t exponent) {
+  return {static_cast<uint16_t>(exponent < 2 ? 0x20 << exponent : (exponent - 1) << 7)};
+}
+
 // Columns 32 i and on of a row.
 template <BlockFormat kFormat>
 void take_block(const uint8_t* row, int64_t i, RowBlock* out) {
@@ -48,7 +70,6 @@ void take_block(const uint8_t* row, int64_t i, RowBlock* out) {
   const uint8_t* block = row + i / kPerBlock * kTraits.bytes;
   const int64_t part = i % kPerBlock;
   out->scale = block;
-  out->minimum = has_minima(kFormat) ? block + 2 : nullptr;
   if constexpr (kFormat == BlockFormat::kQ8_0) {
     for (int k = 0; k < kBlockColumns; ++k) out->q[k] = block[2 + k] ^ 0x80;
   } else if constexpr (kFormat == BlockFormat::kQ6_K) {
@@ -61,6 +82,22 @@ void take_block(const uint8_t* row, int64_t i, RowBlock* out) {
     out->sub[0] = block[192 + 2 * part];
     out->sub[1] = block[193 + 2 * part];
     out->scale = block + 208;
+  } else if constexpr (kFormat == BlockFormat::kQ2_K) {
+    take_two_bits(block + 16, part, out->q);
+    out->sub[0] = block[2 * part];
+    out->sub[1] = block[2 * part + 1];
+    out->scale = block + 80;
+  } else if constexpr (kFormat == BlockFormat::kQ3_K) {
+    take_two_bits(block + 32, part, out->q);
+    for (int k = 0; k < kBlockColumns; ++k) out->q[k] |= (block[k] >> part & 1) << 2;
+    out->sub[0] = half_scale(block + 96, 2 * part);
+    out->sub[1] = half_scale(block + 96, 2 * part + 1);
+    out->scale = block + 108;
+  } else if constexpr (kFormat == BlockFormat::kIQ4_XS) {
+    take_nibbles(block + 8 + 16 * part, out->q);
+    out->sub[0] = sub_scale(block + 2, part);
+  } else if constexpr (kFormat == BlockFormat::kMXFP4) {
+    take_nibbles(block + 1, out->q);
   } else if constexpr (kTraits.sub_scales > 0) {
     constexpr bool kFive = kFormat == BlockFormat::kQ5_K;
     const uint8_t* low = block + (kFive ? 48 : 16) + part / 2 * 32;
@@ -90,32 +127,37 @@ uint32_t word(const uint8_t* bytes) {
 // One row's share of the groups of 32 columns; words are 4 columns of a row.
 template <BlockFormat kFormat>
 void put_quants(const uint8_t* q, int64_t lane, uint8_t* quants, uint8_t* high_bits) {
+  constexpr int kLow = low_bits(kFormat);
   constexpr int64_t kHighBits = traits_of(kFormat).high_bits;
   const auto put = [lane](uint8_t* plane, int64_t group, uint32_t value) {
     __builtin_memcpy(plane + 64 * group + 4 * lane, &value, 4);
   };
-  if constexpr (kFormat == BlockFormat::kQ8_0) {
-    for (int g = 0; g < 8; ++g) put(quants, g, word(q + 4 * g));
-    return;
-  }
-  for (int g = 0; g < 4; ++g) {
-    const uint32_t low = word(q + 8 * g) & 0x0f0f0f0fu, high = word(q + 8 * g + 4) & 0x0f0f0f0fu;
-    put(quants, g, low | high << 4);
-  }
-  if constexpr (kHighBits == 64) {
-    uint32_t bits = 0;
-    for (int g = 0; g < 8; ++g) bits |= (word(q + 4 * g) >> 4 & 0x01010101u) << g;
-    put(high_bits, 0, bits);
-  }
-  if constexpr (kHighBits == 128) {
+  // Two bits of each of 4 groups share a word.
+  const auto put_pairs = [&](uint8_t* plane, int first_bit) {
     for (int half = 0; half < 2; ++half) {
       uint32_t bits = 0;
       for (int g = 0; g < 4; ++g) {
-        bits |= (word(q + 16 * half + 4 * g) >> 4 & 0x03030303u) << 2 * g;
+        bits |= (word(q + 16 * half + 4 * g) >> first_bit & 0x03030303u) << 2 * g;
       }
-      put(high_bits, half, bits);
+      put(plane, half, bits);
     }
+  };
+  if constexpr (kLow == 8) {
+    for (int g = 0; g < 8; ++g) put(quants, g, word(q + 4 * g));
+  } else if constexpr (kLow == 4) {
+    for (int g = 0; g < 4; ++g) {
+      const uint32_t low = word(q + 8 * g) & 0x0f0f0f0fu, high = word(q + 8 * g + 4) & 0x0f0f0f0fu;
+      put(quants, g, low | high << 4);
+    }
+  } else {
+    put_pairs(quants, 0);
   }
+  if constexpr (kHighBits == 64) {
+    uint32_t bits = 0;
+    for (int g = 0; g < 8; ++g) bits |= (word(q + 4 * g) >> kLow & 0x01010101u) << g;
+    put(high_bits, 0, bits);
+  }
+  if constexpr (kHighBits == 128) put_pairs(high_bits, kLow);
 }
 
 // Rows of zeros are all zero bytes, because a scale of zero gives zeros.
@@ -135,13 +177,16 @@ void pack_panel(const PackWeightParams& params, int64_t first_row, uint8_t* pane
       RowBlock block;
       take_block<kFormat>(params.blocks + (first_row + lane) * params.blocks_stride, i, &block);
       put_quants<kFormat>(block.q, lane, quants, high_bits);
-      __builtin_memcpy(scales + 2 * lane, block.scale, 2);
-      if constexpr (has_minima(kFormat)) {
-        __builtin_memcpy(scales + 2 * kPanelRows + 2 * lane, block.minimum, 2);
+      if constexpr (kFormat == BlockFormat::kMXFP4) {
+        const BFloat16 scale = half_power(*block.scale);
+        __builtin_memcpy(scales + 2 * lane, &scale, 2);
+      } else {
+        for (int64_t k = 0; k < kTraits.scales / (2 * kPanelRows); ++k) {
+          __builtin_memcpy(scales + 2 * (k * kPanelRows + lane), block.scale + 2 * k, 2);
+        }
       }
-      if constexpr (kTraits.sub_scales > 0) {
-        sub[lane] = block.sub[0];
-        sub[kPanelRows + lane] = block.sub[1];
+      for (int64_t k = 0; k < kTraits.sub_scales / kPanelRows; ++k) {
+        sub[k * kPanelRows + lane] = block.sub[k];
       }
     }
   }
@@ -167,24 +212,7 @@ void pack(const PackWeightParams& params, const Parallel& parallel) {
 }  // namespace
 
 void run_pack_weight(const PackWeightParams& params, const Parallel& parallel) {
-  switch (params.format) {
-    case BlockFormat::kQ4_0:
-      return pack<BlockFormat::kQ4_0>(params, parallel);
-    case BlockFormat::kQ4_1:
-      return pack<BlockFormat::kQ4_1>(params, parallel);
-    case BlockFormat::kQ5_0:
-      return pack<BlockFormat::kQ5_0>(params, parallel);
-    case BlockFormat::kQ5_1:
-      return pack<BlockFormat::kQ5_1>(params, parallel);
-    case BlockFormat::kQ8_0:
-      return pack<BlockFormat::kQ8_0>(params, parallel);
-    case BlockFormat::kQ4_K:
-      return pack<BlockFormat::kQ4_K>(params, parallel);
-    case BlockFormat::kQ5_K:
-      return pack<BlockFormat::kQ5_K>(params, parallel);
-    case BlockFormat::kQ6_K:
-      return pack<BlockFormat::kQ6_K>(params, parallel);
-  }
+  dispatch_format(params.format, [&]<BlockFormat kFormat>() { pack<kFormat>(params, parallel); });
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

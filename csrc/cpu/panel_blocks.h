@@ -1,6 +1,7 @@
 // A panel block by block: its quants as bytes, its scales as floats.
 #pragma once
 
+#include "panel_gemm.h"
 #include "panel_lanes.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
@@ -11,23 +12,34 @@ namespace eecore::cpu::EECORE_CAPABILITY {
 template <BlockFormat kFormat, int kTwo>
 [[gnu::always_inline]] inline void unpack_two(const uint8_t* quants, const uint8_t* high_bits,
                                               Bytes* q) {
-  if constexpr (kFormat == BlockFormat::kQ8_0) {
+  constexpr int kLow = low_bits(kFormat);
+  if constexpr (kLow == 8) {
     q[0] = load_bytes(quants + 128 * kTwo);
     q[1] = load_bytes(quants + 128 * kTwo + 64);
     return;
+  } else if constexpr (kLow == 4) {
+    const Bytes both = load_bytes(quants + 64 * kTwo);
+    q[0] = low_nibbles(both);
+    q[1] = high_nibbles(both);
+  } else {
+    const Bytes four = load_bytes(quants + 64 * (kTwo / 2));
+    q[0] = with_bits<-4 * (kTwo % 2)>(Bytes{}, four, 3);
+    q[1] = with_bits<-4 * (kTwo % 2) - 2>(Bytes{}, four, 3);
   }
-  const Bytes both = load_bytes(quants + 64 * kTwo);
-  q[0] = low_nibbles(both);
-  q[1] = high_nibbles(both);
   if constexpr (traits_of(kFormat).high_bits == 64) {
-    const Bytes fifth = load_bytes(high_bits);
-    q[0] = with_bits<4 - 2 * kTwo>(q[0], fifth, 0x10);
-    q[1] = with_bits<3 - 2 * kTwo>(q[1], fifth, 0x10);
+    const Bytes one = load_bytes(high_bits);
+    q[0] = with_bits<kLow - 2 * kTwo>(q[0], one, 1 << kLow);
+    q[1] = with_bits<kLow - 1 - 2 * kTwo>(q[1], one, 1 << kLow);
   }
   if constexpr (traits_of(kFormat).high_bits == 128) {
     const Bytes top = load_bytes(high_bits + 64 * (kTwo / 2));
     q[0] = with_bits<4 - 4 * (kTwo % 2)>(q[0], top, 0x30);
     q[1] = with_bits<2 - 4 * (kTwo % 2)>(q[1], top, 0x30);
+  }
+  if constexpr (has_table(kFormat)) {
+    static constexpr QuantTable kTable = table_of(kFormat);
+    q[0] = taken_from(kTable.quants, q[0]);
+    q[1] = taken_from(kTable.quants, q[1]);
   }
 }
 
@@ -41,10 +53,10 @@ template <BlockFormat kFormat>
   unpack_two<kFormat, 3>(quants, high_bits, q + 6);
 }
 
-// The scales of kWidth rows' next block: w = quant * scale + minimum; in Q6_K `second` is the scale
-// of the last 16 columns.
+// The scales of kWidth rows' next block: w = quant * scale + minimum, for all columns, or for the
+// first and the last 16.
 struct LaneScales {
-  Vec scale, second;
+  Vec scale[2], minimum[2];
 };
 
 // Bytes of a panel's block, all planes together.
@@ -95,17 +107,39 @@ template <BlockFormat kFormat>
   constexpr BlockTraits kTraits = traits_of(kFormat);
   const uint8_t* scales = part.scales + block / (kTraits.columns / kBlockColumns) * kTraits.scales;
   const uint8_t* sub = part.sub_scales + block * kTraits.sub_scales;
-  if constexpr (kFormat == BlockFormat::kQ6_K) {
-    const Vec scale = load_half(scales);
-    return {scale * load_signed(sub), scale * load_signed(sub + kPanelRows)};
-  } else if constexpr (traits_of(kFormat).sub_scales > 0) {
-    return {load_half(scales) * load_unsigned(sub),
-            zero() - load_half(scales + 2 * kPanelRows) * load_unsigned(sub + kPanelRows)};
-  } else if constexpr (has_minima(kFormat)) {
-    return {load_half(scales), load_half(scales + 2 * kPanelRows)};
-  } else {
-    return {load_half(scales), zero()};
+  if constexpr (kFormat == BlockFormat::kMXFP4) {
+    return {{load(reinterpret_cast<const BFloat16*>(scales))}, {}};
   }
+  const Vec scale = load_half(scales);
+  if constexpr (kFormat == BlockFormat::kQ2_K) {
+    const Vec minimum = load_half(scales + 2 * kPanelRows);
+    const uint8_t* last = sub + kPanelRows;
+    return {{scale * load_unsigned<0, 15>(sub), scale * load_unsigned<0, 15>(last)},
+            {zero() - minimum * load_unsigned<4>(sub), zero() - minimum * load_unsigned<4>(last)}};
+  } else if constexpr (has_minima(kFormat) && kTraits.sub_scales > 0) {
+    return {{scale * load_unsigned(sub)},
+            {zero() - load_half(scales + 2 * kPanelRows) * load_unsigned(sub + kPanelRows)}};
+  } else if constexpr (has_minima(kFormat)) {
+    return {{scale}, {load_half(scales + 2 * kPanelRows)}};
+  } else if constexpr (has_halves(kFormat)) {
+    return {{scale * load_signed(sub), scale * load_signed(sub + kPanelRows)}, {}};
+  } else if constexpr (kTraits.sub_scales > 0) {
+    return {{scale * load_signed(sub)}, {}};
+  } else {
+    return {{scale}, {}};
+  }
+}
+
+// Adds a row of x times the minima, in float32 after all products of the block.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline Vec add_minima(const Vec (&minimum)[2], const XBlock& x, Vec total) {
+  if constexpr (has_minima(kFormat) && has_halves(kFormat)) {
+    total = fma(minimum[0], broadcast(scaled_sum_of(x, x.minus_8_low)), total);
+    return fma(minimum[1], broadcast(scaled_sum_of(x, x.minus_8 - x.minus_8_low)), total);
+  } else if constexpr (has_minima(kFormat)) {
+    return fma(minimum[0], broadcast(x.scaled_sum), total);
+  }
+  return total;
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -19,6 +19,10 @@ struct XBlock {
   int32_t minus_8_low;  // for the first half of q
   int8_t q[kBlockColumns];
 };
+// The scaled sum of the columns whose sum times -8 is given, exactly as for all columns.
+inline float scaled_sum_of(const XBlock& x, int32_t minus_8) {
+  return x.scale * (static_cast<float>(minus_8) * -0.125f);
+}
 
 // The factors to and from whole numbers, for a block whose largest magnitude has these bits.
 struct BlockScale {

@@ -58,12 +58,23 @@ inline Bytes high_nibbles(Bytes x) {
 }
 template <int kShift>
 inline Ints broadcast_shifted(int32_t x) {
-  return {_mm512_slli_epi32(_mm512_set1_epi32(x), kShift)};
+  const __m512i lanes = _mm512_set1_epi32(x);
+  if constexpr (kShift < 0) return {_mm512_srai_epi32(lanes, -kShift)};
+  return {_mm512_slli_epi32(lanes, kShift)};
+}
+// Elements of a table of 16, by their places.
+inline Bytes taken_from(const uint8_t* table, Bytes places) {
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), places.v)};
 }
 inline Vec to_vec(Ints x) { return {_mm512_cvtepi32_ps(x.v)}; }
+// The bits of kMask of bytes that are shifted right by kShift.
+template <int kShift = 0, int kMask = 255>
 inline Vec load_unsigned(const uint8_t* p) {
-  return {_mm512_cvtepi32_ps(
-      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+  __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  if constexpr (kShift > 0) bytes = _mm512_srli_epi32(bytes, kShift);
+  if constexpr (kMask < 255) bytes = _mm512_and_si512(bytes, _mm512_set1_epi32(kMask));
+  return {_mm512_cvtepi32_ps(bytes)};
 }
 inline Vec load_signed(const uint8_t* p) {
   return {_mm512_cvtepi32_ps(
@@ -92,9 +103,9 @@ inline void dot(const Bytes* w, const int8_t* x, int64_t x_stride, Ahead ahead, 
 
 // The products of one row of x with kGroups groups of columns of weights of kBits bits, group after
 // group, and the correction for the weights' offset, times x: `offset`, for 4 bits -8 times the sum
-// of x, doubled with each further bit. kIsSigned: there is no offset. kTakesTurns: a sum waits for
-// its last product, and a core looks ahead to only few of them, so all sums take one group before
-// any takes the next.
+// of x, doubled with each further bit, halved with each one less. kIsSigned: there is no offset.
+// kTakesTurns: a sum waits for its last product, and a core looks ahead to only few of them, so all
+// sums take one group before any takes the next.
 template <int kGroups_, int kBits>
 struct PanelDot {
   static constexpr int kGroups = kGroups_;
@@ -141,12 +152,21 @@ inline Bytes high_nibbles(Bytes x) {
 }
 template <int kShift>
 inline Ints broadcast_shifted(int32_t x) {
-  return {_mm256_slli_epi32(_mm256_set1_epi32(x), kShift)};
+  const __m256i lanes = _mm256_set1_epi32(x);
+  if constexpr (kShift < 0) return {_mm256_srai_epi32(lanes, -kShift)};
+  return {_mm256_slli_epi32(lanes, kShift)};
+}
+inline Bytes taken_from(const uint8_t* table, Bytes places) {
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return {_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), places.v)};
 }
 inline Vec to_vec(Ints x) { return {_mm256_cvtepi32_ps(x.v)}; }
+template <int kShift = 0, int kMask = 255>
 inline Vec load_unsigned(const uint8_t* p) {
-  return {_mm256_cvtepi32_ps(
-      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+  __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  if constexpr (kShift > 0) bytes = _mm256_srli_epi32(bytes, kShift);
+  if constexpr (kMask < 255) bytes = _mm256_and_si256(bytes, _mm256_set1_epi32(kMask));
+  return {_mm256_cvtepi32_ps(bytes)};
 }
 inline Vec load_signed(const uint8_t* p) {
   return {_mm256_cvtepi32_ps(
@@ -230,17 +250,22 @@ inline Bytes high_nibbles(Bytes x) {
 template <int kShift>
 inline Ints broadcast_shifted(int32_t x) {
   Ints r;
-  for (int32_t& lane : r.v) lane = x * (1 << kShift);
+  for (int32_t& lane : r.v) lane = kShift < 0 ? x >> (-kShift & 31) : x * (1 << (kShift & 31));
   return r;
+}
+inline Bytes taken_from(const uint8_t* table, Bytes places) {
+  for (uint8_t& byte : places.v) byte = table[byte];
+  return places;
 }
 inline Vec to_vec(const Ints& x) {
   Vec r;
   for (int i = 0; i < kWidth; ++i) r.v[i] = static_cast<float>(x.v[i]);
   return r;
 }
+template <int kShift = 0, int kMask = 255>
 inline Vec load_unsigned(const uint8_t* p) {
   Vec r;
-  for (int i = 0; i < kWidth; ++i) r.v[i] = static_cast<float>(p[i]);
+  for (int i = 0; i < kWidth; ++i) r.v[i] = static_cast<float>(p[i] >> kShift & kMask);
   return r;
 }
 inline Vec load_signed(const uint8_t* p) {

@@ -18,15 +18,15 @@ constexpr int64_t kStretch = 18;
 // sums.
 constexpr int64_t kDelay = 2, kWaiting = 4;
 
-// A block of a panel as a right factor, signed, and its scales. In Q6_K there is a factor for each
-// half of the columns, with zeros for the other half.
+// A block of a panel as a right factor, signed, and its scales. Where each half of the columns has
+// its own scale there is a factor for each half, with zeros for the other half.
 template <BlockFormat kFormat>
 struct alignas(64) OpenBlock {
-  static constexpr bool kHasHalves = kFormat == BlockFormat::kQ6_K;
+  static constexpr bool kHasHalves = has_halves(kFormat);
   static constexpr int kGap = kHasHalves ? 4 : 0;
 
   uint8_t q[8 + kGap][kTileRowBytes];
-  float scale[kPanelRows], second[kPanelRows];
+  float scale[2][kPanelRows], minimum[2][kPanelRows];
 };
 
 template <BlockFormat kFormat>
@@ -50,11 +50,13 @@ template <BlockFormat kFormat>
     _mm512_store_si512(out->q[g < 4 ? g : g + OpenBlock<kFormat>::kGap], q[g].v);
   }
   const LaneScales scales = scales_of<kFormat>(part, block);
-  store(out->scale, scales.scale);
-  store(out->second, scales.second);
+  for (int half = 0; half < 1 + OpenBlock<kFormat>::kHasHalves; ++half) {
+    store(out->scale[half], scales.scale[half]);
+    if constexpr (has_minima(kFormat)) store(out->minimum[half], scales.minimum[half]);
+  }
 }
 
-// sums: [rows of x, kPanelRows], in Q6_K for each half of the columns.
+// sums: [rows of x, kPanelRows], where there are halves for each half of the columns.
 template <typename U, BlockFormat kFormat>
 [[gnu::always_inline]] inline void multiply_open(const OpenBlock<kFormat>& block, const XBlock* x,
                                                  int64_t x_stride, int32_t (*sums)[kTileSums]) {
@@ -78,20 +80,22 @@ template <BlockFormat kFormat, int kRows>
   const auto at = [&](int half, int b) {
     return to_vec(Ints{_mm512_load_si512(sums[half] + b * kPanelRows)});
   };
-  const Vec scale = load(block.scale), second = load(block.second);
+  LaneScales scales;
+  for (int half = 0; half < 1 + OpenBlock<kFormat>::kHasHalves; ++half) {
+    scales.scale[half] = load(block.scale[half]);
+    if constexpr (has_minima(kFormat)) scales.minimum[half] = load(block.minimum[half]);
+  }
 #pragma GCC unroll 16
   for (int b = 0; b < kRows; ++b, x += x_stride) {
     // One address that advances: the compiler would keep 16 of them, and spill to vector registers.
     asm("" : "+r"(x));
     const XBlock& columns = *x;
     const Vec x_scale = broadcast(columns.scale);
-    totals[b] = fma(at(0, b), scale * x_scale, totals[b]);
+    totals[b] = fma(at(0, b), scales.scale[0] * x_scale, totals[b]);
     if constexpr (OpenBlock<kFormat>::kHasHalves) {
-      totals[b] = fma(at(1, b), second * x_scale, totals[b]);
+      totals[b] = fma(at(1, b), scales.scale[1] * x_scale, totals[b]);
     }
-    if constexpr (has_minima(kFormat)) {
-      totals[b] = fma(second, broadcast(columns.scaled_sum), totals[b]);
-    }
+    totals[b] = add_minima<kFormat>(scales.minimum, columns, totals[b]);
   }
 }
 

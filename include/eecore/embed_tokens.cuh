@@ -70,9 +70,10 @@ __global__ void __launch_bounds__(kEmbedTokensThreads)
     const Quants q = quants_of(block, from.form, from.lane, piece, 0);
     const BlockScales scales = scales_of(block, from.form, from.lane);
     const float scale = piece < 2 ? scales.first : scales.last;
+    const float minimum = piece < 2 ? scales.minimum : scales.last_minimum;
     float floats[2][4];
-    to_floats(q.first, from.form, scale, scales.minimum, floats[0]);
-    to_floats(q.last, from.form, scale, scales.minimum, floats[1]);
+    to_floats(q.first, from.form, scale, minimum, floats[0]);
+    to_floats(q.last, from.form, scale, minimum, floats[1]);
 #pragma unroll
     for (int j = 0; j < 8; ++j) to[8 * i + j] = embedded<T>(params, floats[j / 4][j % 4]);
   }

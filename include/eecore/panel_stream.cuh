@@ -143,15 +143,18 @@ class WeightStream<Panel, kMTiles> {
         block_of_panel(panels_[m], form, num_blocks_, chunk_ * kPanelBlocks);
     const PanelBlock<Shared<uint8_t>> to = block_of_slot(slot(write_, m), form, 0);
     const int lane = 16 * (static_cast<int>(threadIdx.x) % 32);
-    const int quants = count * form.quants();
+    const int quants = count * form.quants(), swizzle = form.has_2_bits() ? 0 : -1;
 #pragma unroll
     for (int i = 0; i < kSubScalesAt; i += 512) {
       const int at = i + lane;
-      if (at < quants) cp_async16(to.quants + swizzled(at, form, -1), from.quants + at);
+      if (at < quants) cp_async16(to.quants + swizzled(at, form, swizzle), from.quants + at);
     }
     // A lane has at most one piece of every other plane.
     if (lane < count * form.high_bits()) cp_async16(to.high_bits + lane, from.high_bits + lane);
-    if (lane < count * form.sub_scales()) cp_async16(to.sub_scales + lane, from.sub_scales + lane);
+    if (lane < count * form.sub_scales()) {
+      const int spread = form.sub_scales() == 16 ? 2 * lane : lane;
+      cp_async16(to.sub_scales + spread, from.sub_scales + lane);
+    }
     if (lane < (form.has_sub_scales() ? 1 : count) * form.scales()) {
       cp_async16(to.scales + lane, from.scales + lane);
     }
@@ -174,9 +177,8 @@ class WeightStream<Panel, kMTiles> {
         const PanelBlock<const uint8_t*> from =
             block_of_panel(row.panel, form, num_blocks_, chunk_ * kPanelBlocks + i);
         const PanelBlock<Shared<uint8_t>> to = block_of_slot(slot(write_, m), form, i);
-        const int words = form.quants() / 256, quants = 64 * words * lane_.piece;
 #pragma unroll 1
-        for (int at = quants; at < quants + 64 * words; at += 64) {
+        for (int at = 64 * lane_.piece; at < form.quants(); at += 256) {
           *shared_as<uint32_t>(to.quants + (at + 4 * lane)) =
               number_at<uint32_t>(from.quants + (at + 4 * row.lane));
         }
@@ -184,7 +186,7 @@ class WeightStream<Panel, kMTiles> {
 #pragma unroll 1
         for (int at = 0; at < 32; at += 16) {
           uint32_t sub = 0;
-          if (form.has_sub_scales()) sub = number_at<uint8_t>(from.sub_scales + (at + row.lane));
+          if (at < form.sub_scales()) sub = number_at<uint8_t>(from.sub_scales + (at + row.lane));
           sub |= __shfl_xor_sync(kWholeWarp, sub, 4) << 8;
           if (lane_.piece == 0 && lane % 2 == 0) {
             *shared_as<uint16_t>(to.sub_scales + (at + lane)) = static_cast<uint16_t>(sub);
@@ -248,7 +250,7 @@ struct PanelPlaces {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
       const bool is_copied = share_panel(rows[2 * m], rows[2 * m + 1]);
-      swizzles[m] = is_copied ? -1 : 0;
+      swizzles[m] = is_copied ? -1 : 0;  // of words that two pieces share there is none
 #pragma unroll
       for (int i = 2 * m; i < 2 * m + 2; ++i) {
         forms[i] = rows[i].form;
@@ -298,7 +300,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
           q[i] = quants_of(in_slot, at.forms[i], at.lanes[i], lane.piece, at.swizzles[i / 2]);
           const BlockScales scales = scales_of(in_slot, at.forms[i], at.lanes[i]);
           scale[i] = lane.piece < 2 ? scales.first : scales.last;
-          minimum[i] = scales.minimum;
+          minimum[i] = lane.piece < 2 ? scales.minimum : scales.last_minimum;
         }
         // One part at a time: floats of all columns would not fit into the registers.
 #pragma unroll 1
@@ -334,16 +336,20 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
       }
     }
   } else {
-    bool has_minima = false;
+    bool has_minima = false, has_half_minima = false;
     bool has_halves[kMTiles];  // of blocks whose halves have scales of their own
-    bool are_q4_0 = true, are_q4_1 = true;
+    bool are_q4_0 = true, are_q4_1 = true, are_usual = true;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       has_minima |= at.forms[i].has_minima();
+      has_half_minima |= at.forms[i].has_half_minima();
+      are_usual = are_usual && at.forms[i].is_usual();
       are_q4_0 = are_q4_0 && at.forms[i] == PanelForm::of<BlockFormat::kQ4_0>();
       are_q4_1 = are_q4_1 && at.forms[i] == PanelForm::of<BlockFormat::kQ4_1>();
     }
     has_minima = __any_sync(kWholeWarp, has_minima);
+    has_half_minima = __any_sync(kWholeWarp, has_half_minima);
+    are_usual = __all_sync(kWholeWarp, are_usual);
     are_q4_0 = __all_sync(kWholeWarp, are_q4_0);
     are_q4_1 = __all_sync(kWholeWarp, are_q4_1);
 #pragma unroll
@@ -370,7 +376,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
     // Multiplies the blocks of the chunk that was waited for; form_of(i) is the form of the lane's
     // row i.
     const auto multiply_blocks = [&](int count, const auto& form_of, bool with_minima,
-                                     bool with_halves) {
+                                     bool with_halves, bool with_half_minima) {
 #pragma unroll 1
       for (int block = 0; block < count; ++block) {
         if constexpr (kIsAhead) {
@@ -403,7 +409,9 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
             for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
-                sums[m][n][i] = fmaf(scales[2 * m + i / 2].minimum, of_x[i], sums[m][n][i]);
+                const float minimum =
+                    form_of(2 * m + i / 2).has_half_minima() ? 0.0f : scales[2 * m + i / 2].minimum;
+                sums[m][n][i] = fmaf(minimum, of_x[i], sums[m][n][i]);
               }
             }
           }
@@ -436,6 +444,20 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
               for (int i = 0; i < 4; ++i) {
                 sums[m][n][i] = fmaf(scale[i / 2], products[i], sums[m][n][i]);
               }
+              if (!with_half_minima) continue;
+              float of_x[4] = {};
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                const bool keeps = form_of(2 * m + i).has_half_minima() && half == lane.piece / 2;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) some[i].values[j] = keeps ? kPairOfOnes<T> : 0u;
+                scale[i] = half == 0 ? scales[2 * m + i].minimum : scales[2 * m + i].last_minimum;
+              }
+              multiply_block<T>(some[0], some[1], piece, of_x);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                sums[m][n][i] = fmaf(scale[i / 2], of_x[i], sums[m][n][i]);
+              }
             }
           }
         }
@@ -451,12 +473,16 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
       // The compiler knows the usual formats, where there are registers for that.
       if (kKnowsForms && are_q4_0) {
         const auto form_of = [](int) { return PanelForm::of<BlockFormat::kQ4_0>(); };
-        multiply_blocks(count, form_of, false, false);
+        multiply_blocks(count, form_of, false, false, false);
       } else if (kKnowsForms && are_q4_1) {
         const auto form_of = [](int) { return PanelForm::of<BlockFormat::kQ4_1>(); };
-        multiply_blocks(count, form_of, true, false);
+        multiply_blocks(count, form_of, true, false, false);
+      } else if (are_usual) {
+        const auto form_of = [&](int i) { return at.forms[i].usual(); };
+        multiply_blocks(count, form_of, has_minima, true, false);
       } else {
-        multiply_blocks(count, [&](int i) { return at.forms[i]; }, has_minima, true);
+        const auto form_of = [&](int i) { return at.forms[i]; };
+        multiply_blocks(count, form_of, has_minima, true, has_half_minima);
       }
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) columns[n] += step;

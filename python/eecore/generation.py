@@ -131,13 +131,13 @@ def load(
 
     Args:
         path: holds config.json, safetensors weights and, for text prompts, tokenizer.json. A GGUF
-            file of a supported family runs as it is: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K,
-            Q6_K, F16, BF16 and F32, mixed as the file mixes them; so do directories of GPTQ
-            (``gptq``, ``gptq_v2``), AWQ (``gemm``) and compressed-tensors (4 and 8 bits, weights
-            only). A string that names nothing on disk and looks like a repository's id is one:
-            ``org/name``, ``org/name@revision``, ``org/name:file.gguf``, whose files are fetched
-            into the hub's cache. None: the model that ships with eecore, which turns a request to a
-            smart home into a parse.
+            file of a supported family runs as it is: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K,
+            Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, F16, BF16 and F32, mixed as the file mixes
+            them; so do directories of GPTQ (``gptq``, ``gptq_v2``), AWQ (``gemm``) and
+            compressed-tensors (4 and 8 bits, weights only). A string that names nothing on disk and
+            looks like a repository's id is one: ``org/name``, ``org/name@revision``,
+            ``org/name:file.gguf``, whose files are fetched into the hub's cache. None: the model
+            that ships with eecore, which turns a request to a smart home into a parse.
         device: ``cpu`` or ``cuda``; cuda where there is one when None.
         dtype: float32, bfloat16 or (CUDA) float16; chosen from the checkpoint and the device when
             None.

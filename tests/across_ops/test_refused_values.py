@@ -243,7 +243,7 @@ REFUSED: dict[str, Refused] = {
     "pack_weight": (
         ({"blocks": cut(1)}, r"blocks: expected rows of whole blocks of \d+ bytes"),
         ({"blocks": cut(0)}, r"blocks: expected rows of whole blocks of \d+ bytes"),
-        ({"format": "Q3_K"}, r"format: expected one of Q4_0, Q4_1, .*, Q6_K, got Q3_K"),
+        ({"format": "Q8_K"}, r"format: expected one of Q4_0, Q4_1, .*, MXFP4, got Q8_K"),
         ({"offset": 32}, r"offset: expected a multiple of 64 from 0 on, got 32"),
         ({"offset": -64}, r"offset: expected a multiple of 64 from 0 on, got -64"),
         ({"packed": cut(1)},

@@ -109,7 +109,8 @@ def test_packed_weights_are_read_once_for_a_group_of_rows(
         total, distinct = product.watched["weight"]
         assert distinct == weight.numel()
         # A chunk is half of the 256 columns that K formats have a scale for.
-        scales = {"Q6_K": 2, "Q4_K": 4, "Q5_K": 4}.get(format, 0) * 1024 * in_features // 256
+        scales = {"Q2_K": 4, "Q3_K": 2, "Q4_K": 4, "Q5_K": 4, "Q6_K": 2, "IQ4_XS": 2}.get(format, 0)
+        scales *= 1024 * in_features // 256
         assert total == product.grid[1] * (distinct + scales)
 
 

@@ -25,7 +25,7 @@ from tiny_models import FAMILIES, write_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KIND = gguf.GGMLQuantizationType
-FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
 
 
 def floats(matrix: ops.Matrix) -> torch.Tensor:
@@ -103,6 +103,28 @@ def test_kinds_are_mixed_as_the_file_mixes_them(tmp_path: Path) -> None:
     assert len({int(place) >> 4 & 15 for place in weights.qkv.table.flatten()}) == 3
 
 
+def test_a_file_of_low_bits_mixes_them(tmp_path: Path) -> None:
+    """The kinds of a download of 2 to 4 bits, whose rows are whole blocks of 256."""
+    original = write_model(
+        tmp_path / "original", "llama", hidden_size=256, intermediate_size=512, head_dim=64
+    )
+    kinds = {"blk.0.attn_v": "Q6_K", "blk.1.attn_q": "Q3_K", "blk.1.attn_k": "IQ4_NL",
+             "blk.0.ffn_down": "Q3_K", "blk.1.ffn_down": "Q2_K", "blk.0.ffn_up": "Q2_K",
+             "blk.1.ffn_gate": "MXFP4", "output": "Q6_K", "token_embd": "Q3_K",
+             "blk.0.attn_output": "F16"}  # fmt: skip
+    file = write_gguf(
+        tmp_path / "tiny.gguf",
+        original,
+        quantization=KIND.IQ4_XS,
+        kinds={name: KIND[kind] for name, kind in kinds.items()},
+    )
+    check_same(file, tmp_path / "converted")
+    weights = load_model(file, "cpu")[1].weights
+    assert weights.o.table is None
+    found = {int(place) >> 4 & 15 for place in weights.qkv.table.flatten()}
+    assert found == {ops.BLOCK_FORMATS.index(kind) for kind in ("IQ4_XS", "Q3_K", "IQ4_NL", "Q6_K")}
+
+
 def test_a_type_that_does_not_run_is_named(tmp_path: Path) -> None:
     original = write_model(tmp_path / "original", "llama")
     file = tmp_path / "tiny.gguf"
@@ -111,8 +133,8 @@ def test_a_type_that_does_not_run_is_named(tmp_path: Path) -> None:
     name = b"blk.0.attn_output.weight"
     at = data.index(name) + len(name) + 4 + 16  # after the number of dimensions and two dimensions
     assert data[at] == KIND.Q4_0
-    file.write_bytes(data[:at] + bytes([KIND.IQ4_NL]) + data[at + 1 :])
-    with pytest.raises(UnsupportedModelError, match=r"attn_output.*: supported are Q4_0.*IQ4_NL"):
+    file.write_bytes(data[:at] + bytes([KIND.NVFP4]) + data[at + 1 :])
+    with pytest.raises(UnsupportedModelError, match=r"attn_output.*: supported are .*got NVFP4"):
         load_model(file, "cpu")
 
 

@@ -288,6 +288,8 @@ def test_nothing_but_the_result_is_rounded_on_cuda(
         blocks = random_blocks(form, 256, columns).view(256, columns // 32, -1)
         powers = 2.0 ** whole(-3, 4, 256, columns // 32, 1)
         blocks[..., :2] = powers.half().view(torch.uint8)
+        if form == "MXFP4":
+            blocks[..., :1] = 128 + powers.log2()
         if form in ("Q4_1", "Q5_1"):
             blocks[..., 2:4] = (-3 * powers).half().view(torch.uint8)
         matrix = on_device(ops.pack_weight(blocks.flatten(1), form), device)

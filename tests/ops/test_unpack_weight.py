@@ -35,7 +35,7 @@ def place(offset: int, columns: int, format: int, lane: int) -> int:
     ("entries", "message"),
     [
         ([0, -1], "expected places that pack_weight wrote, got -1"),
-        ([place(0, 64, 8, 0)] * 2, "expected places that pack_weight wrote, got 640"),
+        ([place(0, 64, 13, 0)] * 2, "expected places that pack_weight wrote, got 720"),
         ([place(0, 64, 0, 0), place(0, 96, 0, 1)], "expected rows of 64 columns .*, got 96"),
         ([place(0, 64, 5, 0)] * 2, "expected rows of 64 columns in blocks of 256, got 64"),
         ([place(64, 64, 0, 0)] * 2, "expected rows within 576 packed bytes, got .* ends at 640"),

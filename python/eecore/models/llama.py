@@ -76,7 +76,7 @@ class LlamaWeights:
     """Every parameter; Q rows come before K rows before V rows, gate rows before up rows.
 
     A matrix with a scale is int8, and each row times its scale is the checkpoint's row; a matrix
-    with a table is packed, in blocks of 4 to 8 bits.
+    with a table is packed, in blocks of 2 to 8 bits.
     """
 
     embed_tokens: Matrix

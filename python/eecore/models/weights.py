@@ -16,7 +16,7 @@ from eecore.ops import Matrix
 
 Form = Literal["floats", "int8", "blocks"]
 """How a matrix is stored: floats of the model's dtype, int8 with a scale for each row, or packed
-blocks of 4 to 8 bits."""
+blocks of 2 to 8 bits."""
 Coding = Literal["int8", "int4"]
 """How matrices may be quantised as they are read."""
 Care = Literal["usual", "more", "most"]

@@ -1,4 +1,4 @@
-"""Matrices in floats, in int8, or packed in blocks of 4 to 8 bits."""
+"""Matrices in floats, in int8, or packed in blocks of 2 to 8 bits."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ def tables_of(fields: Iterable[Tensor | Matrix | None]) -> list[Tensor | None]:
     return [field.table for field in fields if isinstance(field, Matrix)]
 
 
-BLOCK_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+BLOCK_FORMATS = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"),
+    *("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+)
 """Block formats of GGUF files that :func:`pack_weight` takes."""
 
 
@@ -124,11 +127,11 @@ def pack_weight(
         y = ops.skinny_linear(x, packed.weight, weight_table=packed.table)
 
     In products on the CPU each (normed) row of x is quantised to 8 bits with a scale per 32
-    columns, at 1/127 of their largest magnitude. Products within 32 columns (16 in Q6_K) are summed
-    as exact integers, those sums in float32 in ascending order of columns. A row that holds NaN or
-    infinity gives NaN throughout. On CUDA x stays as it is: for bfloat16 and float16 the products
-    with the whole numbers of a block are summed in float32, then scaled; for float32 the products
-    with the floats that the weight stands for are summed.
+    columns, at 1/127 of their largest magnitude. Products within 32 columns (16 in Q6_K, Q3_K
+    and Q2_K) are summed as exact integers, those sums in float32 in ascending order of columns. A
+    row that holds NaN or infinity gives NaN throughout. On CUDA x stays as it is: for bfloat16 and
+    float16 the products with the whole numbers of a block are summed in float32, then scaled; for
+    float32 the products with the floats that the weight stands for are summed.
 
     Weights are packed on the CPU. For CUDA the two tensors are moved there as they are. The table
     is not checked there: an invalid place is read wherever it points.
