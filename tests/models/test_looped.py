@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import emulated
 from devices import as_on_cuda
 from eecore import (
     ConfidentExit,
+    EngineConfig,
     ExitClassifier,
     ExitError,
     FixedExit,
@@ -24,6 +26,7 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.calibration.exit_scores import Scored, forced_states
+from eecore.decoding import chunk_pass
 from eecore.models import LlamaModel
 from looped_models import (
     CONFIG,
@@ -166,6 +169,29 @@ def test_the_cuda_path_gives_the_tokens_of_the_cpu(
     got = outputs(as_on_cuda(eecore.load(directory, device="cpu", **LIMITS)), exit, max_tokens=4)
     assert [out.token_ids for out in got] == [out.token_ids for out in expected]
     assert [out.exit_layers for out in got] == [out.exit_layers for out in expected]
+
+
+@pytest.mark.parametrize("is_program", [True, False])
+def test_a_prompt_beside_rows_that_decode_is_the_same_on_the_cuda_path(
+    directory: Path, is_program: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks run whole where they are programs, and loop by loop where not."""
+    expected = outputs(eecore.load(directory, device="cpu", **LIMITS), Full(), max_tokens=6)
+    emulated.route(monkeypatch)
+    if not is_program:
+        monkeypatch.setattr(chunk_pass, "MAX_LAYER_WORK", 0)
+    model = as_on_cuda(eecore.load(directory, device="cpu", **LIMITS))
+    engine = devices.engine_of(model, EngineConfig(512, max_prefill_chunk=5))
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    for number in (1, 0):
+        engine.add_request(PROMPTS[number], exit=Full(), sampling=sampling, request_id=str(number))
+        steps = [engine.step()]
+    while not engine.requests["0"].output_ids:
+        steps.append(engine.step())
+    assert len(steps) == (2 if is_program else 2 * LOOPS)
+    every = [*itertools.chain(*steps), *engine.run()]
+    found = {step.request_id: step.output.token_ids for step in every if step.output is not None}
+    assert found == {str(number): expected[number].token_ids for number in (1, 0)}
 
 
 @pytest.mark.parametrize(
