@@ -69,6 +69,8 @@ def test_the_command_says_so(directory: Path, capsys: pytest.CaptureFixture[str]
     assert "seed 1" in capsys.readouterr().out
     assert run(["verify", "--server", "http://127.0.0.1:9"]) > 1
     assert "expected an OpenAI server" in capsys.readouterr().err
+    assert run(["verify", "--server", "http://127.0.0.1:9", "--weights", "int8"]) > 1
+    assert "--weights: expected none with --server" in capsys.readouterr().err
 
 
 def test_a_fingerprint_is_of_the_model_its_formats_and_of_what_a_mode_promises(
