@@ -221,7 +221,7 @@ class ThoughtCalibration(ForModel):
         loss = "other answers" if self.loss == "different" else "right answers lost"
         return (
             f"calibrated (at most {self.max_loss:g} {loss}, confidence {self.confidence:g}, on "
-            f"{self.num_questions} questions)"
+            f"{self.num_questions} questions, greedy)"
         )
 
     def save(self, path: str | Path) -> None:

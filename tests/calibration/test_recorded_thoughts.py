@@ -125,6 +125,11 @@ def test_the_command_writes_beside_the_model(
     assert (found.stop.agreeing, found.stop.every) == (2, 6)
     assert (found.loss, found.max_loss, found.thinking_budget) == ("lost", 0.4, BUDGET)
     assert "calibrated (at most 0.4 right answers lost" in capsys.readouterr().out
+    model = eecore.load(folder, device="cpu", kv_cache_tokens=1024)
+    (output,) = eecore.generate(
+        model, asked(model, QUESTIONS[0]), think="calibrated", thinking_budget=BUDGET
+    )
+    assert output.stats.thought_contract == found.promise
     assert run(["calibrate", str(folder)]) == 2
     assert "--data: expected it, or --think in its place, got neither" in capsys.readouterr().err
     path.write_text('{"question": ""}')

@@ -47,7 +47,7 @@ def test_the_rule_names_its_promise(found: ThoughtCalibration, model: eecore.Mod
     stop = found.stop_for(model.network.source, found.tokenizer_sha256)
     assert replace(stop, contract="uncalibrated") == found.stop
     assert stop.contract == (
-        "calibrated (at most 0.02 other answers, confidence 0.9, on 600 questions)"
+        "calibrated (at most 0.02 other answers, confidence 0.9, on 600 questions, greedy)"
     )
     assert "right answers lost" in replace(found, loss="lost").promise
 

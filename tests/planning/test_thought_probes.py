@@ -289,10 +289,10 @@ def test_a_probe_that_fails_has_no_answer(
     plain = thought(thinker, RECORD)
     prefill, calls = Iterations._prefill, iter(range(1000))
 
-    def failing(self: Any, prompts: Any, **how: Any) -> Any:
+    def failing(self: Any, prompts: Any, *how: Any) -> Any:
         if any(work.sequence.parent is not None for work in prompts) and next(calls) < 4:
             raise Fault("of this probe")
-        return prefill(self, prompts, **how)
+        return prefill(self, prompts, *how)
 
     monkeypatch.setattr(Iterations, "_prefill", failing)
     output = thought(thinker, RECORD)
@@ -319,7 +319,7 @@ def test_the_rule_beside_the_model(tmp_path: Path) -> None:
     output, expected = thought(model, "calibrated"), thought(model, ENDS)
     assert output.token_ids == expected.token_ids
     assert output.thought_probes == expected.thought_probes
-    promise = "calibrated (at most 0.02 other answers, confidence 0.9, on 600 questions)"
+    promise = "calibrated (at most 0.02 other answers, confidence 0.9, on 600 questions, greedy)"
     assert (output.stats.thought_end, output.stats.thought_contract) == ("confident", promise)
     assert expected.stats.thought_contract == "uncalibrated"
     assert output.stats.fingerprint != thought(model, None).stats.fingerprint

@@ -47,7 +47,7 @@ class Thoughts:
         "find when a thought may end, in place of a threshold for confident exit.",
     )
     max_loss: float = option(
-        0.02, "Tolerated share of right answers lost; of other answers, where none is given."
+        0.02, "Tolerated share of right answers lost; of other answers, unless all are given."
     )
     confidence: float = option(0.9, "Least probability that the loss is not above it.")
     thinking_budget: int | None = option(
