@@ -143,6 +143,25 @@ def test_stop_strings(agreeing: eecore.Model, mode: str) -> None:
                 assert output.token_ids == full.token_ids
 
 
+@pytest.mark.parametrize("stop", [(), ("zzz",)])
+def test_steps_that_are_read_late_have_their_own_text(
+    agreeing: eecore.Model, stop: tuple[str, ...]
+) -> None:
+    """Whether the request has ended or not."""
+    found = []
+    for is_late in (False, True):
+        engine = engine_of(agreeing)
+        engine.add_request(PROMPTS[1], sampling=replace(GREEDY, stop=stop))
+        steps, texts = [], []
+        for step in engine.run():
+            steps.append(step)
+            if not is_late:
+                texts.append(step.text)
+        found.append([step.text for step in steps] if is_late else texts)
+    assert found[0] == found[1]
+    assert sum(map(bool, found[0])) > 3
+
+
 def test_the_models_own_end_of_sequence(tmp_path: Path, tiny: eecore.Model) -> None:
     (free,) = eecore.generate(tiny, [[1, 2, 3]], max_tokens=12, ignore_eos=True)
     token = free.token_ids[5]

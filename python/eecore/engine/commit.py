@@ -397,7 +397,7 @@ def _count_pass(sequence: Sequence, outcome: Outcome) -> None:
 
 
 def _keep_text(text: TextStream | None, taken: Taken) -> None:
-    if text is not None and taken.decoded is not None:
+    if text is not None and text.watches and taken.decoded is not None:
         text.keep(taken.decoded)
         if taken.shown is not None:
             text.mark_shown(taken.shown)
