@@ -501,6 +501,20 @@ CHECKS = (
         "tests/decoding/test_loop_passes.py",
     ),
     Mutant(
+        "drafts-without-the-wait-of-other-rows",
+        "python/eecore/planning/planner.py",
+        "self._share = len(free) / num_full",
+        "self._share = 1.0",
+        "tests/decoding/test_loop_passes.py",
+    ),
+    Mutant(
+        "given-drafts-without-the-wait-of-other-rows",
+        "python/eecore/planning/auto.py",
+        "here = share * total / times[number]",
+        "here = total / times[number]",
+        "tests/planning/test_auto.py",
+    ),
+    Mutant(
         "rows-of-full-depth-stay-in-loops-of-their-own",
         "python/eecore/decoding/iterate.py",
         "all(row.sequence in passed.under_way for row in rows)",

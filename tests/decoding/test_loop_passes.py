@@ -171,8 +171,8 @@ def test_a_pass_that_fails_is_run_again_for_each_row(
 def test_auto_requests_of_full_depth_share_passes_with_rows_that_exit(
     model: eecore.Model, alone: list[Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs, run = list[Any](), Iterations._run
-    monkeypatch.setattr(Chooser, "choose", lambda *_, **__: FULL)
+    programs, shares, run = list[Any](), list[float](), Iterations._run
+    monkeypatch.setattr(Chooser, "choose", lambda *_, **more: shares.append(more["share"]) or FULL)
     monkeypatch.setattr(
         Iterations, "_run", lambda self, step: programs.append(step) or run(self, step)
     )
@@ -184,6 +184,7 @@ def test_auto_requests_of_full_depth_share_passes_with_rows_that_exit(
         programs.clear()
         engine.step()
         assert [type(program) for program in programs] == [LoopStep]
+    assert set(shares) == {1 / 3}
     outputs = finish(engine)
     check({"0": alone[0], **outputs}, alone)
 

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,12 +19,13 @@ from devices import load
 from eecore import Auto, Full, SamplingParams
 from eecore.models import Network
 from eecore.planning import auto as auto_module
-from eecore.planning.auto import HOLD_ROUNDS, MAX_WAIT, best_exit_layers
+from eecore.planning.auto import HOLD_ROUNDS, MAX_WAIT, Chooser, best_exit_layers
 from eecore.planning.costs import Costs, Curve
 from eecore.planning.draft_state import DraftState, draft_state
 from eecore.planning.odds import Odds, count_drafts
 from eecore.planning.planner import Planner
 from eecore.planning.proposal import Ahead, Drafts, Proposal
+from eecore.planning.route import make_route
 from eecore.planning.row import Outcome, Row
 from eecore.planning.sources import HEAD
 from eecore.scheduling.scheduler import Work
@@ -413,6 +415,23 @@ def test_exit_layers_that_promise_most() -> None:
     assert best_exit_layers([0.01] * 11 + [1.0]) == ()
     agreement = [0.5, 0.9, 0.95, *[0.97] * 8, 1.0]
     assert set(best_exit_layers(agreement)) == {2, 3}
+
+
+@pytest.mark.parametrize(("share", "pays"), [(1.0, True), (0.75, True), (0.25, False)])
+def test_drafts_have_to_be_worth_the_wait_of_rows_that_share_a_pass(
+    share: float, pays: bool
+) -> None:
+    """A round of drafts serves only the requests that draft."""
+    chooser = Chooser(4, [0.9] * 4)
+    chooser.costs.learn_full(1, 1.0)
+    drafts = [DraftState(make_route(Auto(), range(1, 5), sampled=False))]
+    proposal = Proposal([1, 2, 3], "text", (0.95,) * 3)
+    (taken,), _ = chooser.pick(drafts, [[proposal]], share=share)
+    assert bool(taken.tokens) == pays
+    choose = partial(chooser.choose, drafts, [3], 8, share=share)
+    assert choose(given=[[proposal]]).asks == pays
+    choices = [choose(given=[[]], exit_layers=(1,)) for _ in range(2)]  # the first may be a trial
+    assert bool(choices[1].layer) == pays
 
 
 def test_it_is_known_whether_others_wait(

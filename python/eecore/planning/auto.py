@@ -118,6 +118,7 @@ class Chooser:
         has_head: bool = False,
         others_wait: bool = False,
         looks_up: bool = False,
+        share: float = 1.0,
     ) -> Choice:
         """Choose for the next rounds of these requests.
 
@@ -131,18 +132,21 @@ class Chooser:
             others_wait: whether waiting requests need these to end; all tokens then count the same.
             looks_up: whether sources are asked in rounds of full depth as well, as a round without
                 drafts then takes no longer.
+            share: the requests' share in the rows that a round of full depth would serve; the other
+                rows wait for a round of drafts.
         """
         requests = len(drafts)
         if self.costs.full(requests) is None:
             return FULL._replace(rounds=FIRST_ROUNDS)
         options = {"full": (MIN_GAIN, FULL._replace(asks=looks_up))}
         if any(given) and not looks_up:
-            tokens = self.pick(drafts, given, others_wait=others_wait)[1]
+            tokens = self.pick(drafts, given, others_wait=others_wait, share=share)[1]
             options["given"] = tokens / requests, Choice(asks=True)
         if has_head:
             options["head"] = self._with_head(requests)
         for layer in exit_layers:
-            options[f"layer {layer}"] = self._layer(layer, written, most)
+            tokens, choice = self._layer(layer, written, most)
+            options[f"layer {layer}"] = share * tokens, choice
         best = max(options, key=lambda name: options[name][0])
         if best == "given" and has_head and options["head"][0] > MIN_GAIN:
             best = "head"  # whose rounds verify given drafts as well
@@ -167,9 +171,11 @@ class Chooser:
         given: Ordered[Ordered[Proposal]],
         *,
         others_wait: bool = False,
+        share: float = 1.0,
     ) -> tuple[list[Proposal], float]:
         """For each request the drafts that are likely enough to be worth a row; and the tokens that
-        are expected in the time of a round of full depth.
+        are expected in the time of a round of full depth. Tokens of a round with drafts count times
+        ``share``, see :meth:`choose`.
         """
         requests, weights = len(drafts), _weights(drafts, others_wait)
         curve = self._rows(requests)
@@ -203,7 +209,7 @@ class Chooser:
         total, count, speed = float(requests), 0, requests / times[0]
         for number, (chance, _) in enumerate(chances, 1):
             total += chance
-            here = total / times[number]
+            here = share * total / times[number]
             if here > speed:
                 count, speed = number, here
         numbers = [0] * requests

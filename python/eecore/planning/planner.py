@@ -67,6 +67,8 @@ class Planner:
         """The rows of the last round, if nothing was drafted in it."""
         self._is_full = False
         """Whether all rows of that round ran all layers."""
+        self._share = 1.0
+        """The share of ``Auto`` requests in the rows that a pass of full depth serves."""
         self._num_plain = 0
         """Rounds of full depth with the rows of the previous one, without ``Auto`` requests."""
 
@@ -157,9 +159,11 @@ class Planner:
         given = iter(given_by_policy(asking, verified) if asking else ())
         rows: list[Row] = []
         free: list[int] = []
+        num_full = 0
         for work, route in zip(works, routes, strict=True):
             path = route.path
             if path is None:
+                num_full += 1
                 if route.auto is not None:
                     free.append(len(rows))
                 rows.append(Row(work, route))
@@ -173,6 +177,8 @@ class Planner:
                 last, follows = in_flight[work.sequence]
                 pending = 1 + last.work.max_drafts
             rows.append(Row(work, route, drafts, ahead, thresholds, (), follows, pending))
+        if free and self._exit_layers.step > 1:  # of a looped model, whose rows share all passes
+            self._share = len(free) / num_full
         return rows, free
 
     def _asked(self, rows: list[Row]) -> list[list[Proposal]]:
@@ -223,7 +229,9 @@ class Planner:
             asked = held.asked if is_new else self._asked(rows)
             if any(asked):
                 drafts = [each.draft for each in sequences if each.draft is not None]
-                given, _ = self.chooser.pick(drafts, asked, others_wait=self._others_wait)
+                given, _ = self.chooser.pick(
+                    drafts, asked, others_wait=self._others_wait, share=self._share
+                )
         if not (choice.ahead or self._ahead or any(map(attrgetter("tokens"), given))):
             if any(asked):  # drafts that are not verified are scored as well
                 rows = [row._replace(proposed=its) for row, its in zip(rows, asked, strict=True)]
@@ -286,6 +294,7 @@ class Planner:
             has_head=has_head,
             others_wait=self._others_wait,
             looks_up=not self._ahead and any(draft.route.ngrams for draft in drafts),
+            share=self._share,
         )
         return HeldChoice(sequences, choice, choice.rounds - 1, asked, lengths)
 
