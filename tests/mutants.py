@@ -536,6 +536,13 @@ CHECKS = (
         "tests/decoding/test_loop_passes.py",
     ),
     Mutant(
+        "rows-of-a-chunk-run-on-after-their-exit",
+        "python/eecore/decoding/prefill.py",
+        "np.flatnonzero(reached < depths)",
+        "np.flatnonzero(reached < depths.max())",
+        "tests/decoding/test_loop_passes.py",
+    ),
+    Mutant(
         "chunk-in-the-places-of-the-first-loop",
         "python/eecore/decoding/prefill.py",
         "ahead = self._reached[index] // self._stack * self._kv.loop_slots",
