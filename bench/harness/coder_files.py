@@ -64,13 +64,23 @@ def get_source() -> Path:
     return SOURCE
 
 
-def quantise(source: Path, kind: str) -> Path:
-    """A file in one of llama-quantize's formats, made once."""
-    target = DIRECTORY / f"{source.stem}-{kind.lower()}.gguf"
+def quantise(source: Path, kind: str, *tensor_types: str, directory: Path = DIRECTORY) -> Path:
+    """A file in one of llama-quantize's formats, made once.
+
+    Args:
+        source: the file that it is made from.
+        kind: the format.
+        tensor_types: formats of some tensors, such as "ffn_down=q3_k".
+        directory: where it goes.
+    """
+    name = "-".join((source.stem, kind.lower(), *tensor_types)).replace("=", "-")
+    target = directory / f"{name}.gguf"
     if not target.is_file():
         partial = target.with_suffix(".partial")
-        program = peers.llama_cpp_program("llama-quantize")
-        peers.run(f"{source.stem} {kind}", [program, "--allow-requantize", source, partial, kind])
+        words = [peers.llama_cpp_program("llama-quantize"), "--allow-requantize"]
+        for tensor_type in tensor_types:
+            words += ["--tensor-type", tensor_type]
+        peers.run(name, [*words, source, partial, kind])
         partial.rename(target)
     return target
 
