@@ -407,7 +407,7 @@ def test_settings_of_single_prompts(agreeing: eecore.Model) -> None:
 
 
 def test_stats_add_up(agreeing: eecore.Model) -> None:
-    (output,) = eecore.generate(agreeing, [PROMPTS[0]], sampling=GREEDY)
+    (output,) = eecore.generate(agreeing, [PROMPTS[0]], exit=Full(), sampling=GREEDY)
     stats = output.stats
     assert (stats.prompt_tokens, stats.generated_tokens, stats.num_layers) == (5, 18, 5)
     assert (stats.prompt_layers_run, stats.layers_run) == (25, 17 * 5)
