@@ -1960,15 +1960,15 @@ CALIBRATION = (
     Mutant(
         "thought-stops-before-enough-probes",
         "python/eecore/thought_stop.py",
-        "if answer and len(last) == self.agreeing:",
-        "if answer:",
+        "and run >= self.agreeing and",
+        "and",
         "tests/test_thought_stop.py",
     ),
     Mutant(
-        "thought-stops-on-one-confident-probe",
+        "agreeing-probes-need-no-less-confidence",
         "python/eecore/thought_stop.py",
-        "all(probe.confidence >= self.threshold for probe in last)",
-        "any(probe.confidence >= self.threshold for probe in last)",
+        "<= run * (1.0 - self.threshold)",
+        "<= 1.0 - self.threshold",
         "tests/test_thought_stop.py",
     ),
     Mutant(

@@ -17,19 +17,33 @@ def probes_of(*answers: tuple[str, float]) -> list[Probe]:
     return [Probe(64 * i, *each) for i, each in enumerate(answers, 1)]
 
 
-def test_a_thought_ends_when_its_last_probes_agree_with_enough_confidence() -> None:
-    stop = ThoughtStop(0.8, agreeing=2)
+def test_a_thought_ends_at_a_confident_probe() -> None:
+    stop = ThoughtStop(0.8)
     assert stop.verdict([], None) is None
-    assert stop.verdict(probes_of(("18", 0.9)), None) is None
-    assert stop.verdict(probes_of(("18", 0.9), ("18", 0.8)), None) == "confident"
-    assert stop.verdict(probes_of(("18", 0.9), ("18", 0.79)), None) is None
-    assert stop.verdict(probes_of(("18", 0.9), ("17", 0.9)), None) is None
-    assert stop.verdict(probes_of(("17", 0.1), ("18", 0.9), ("18", 0.9)), None) == "confident"
-    assert stop.verdict(probes_of(("18", 0.9), ("", 0.0), ("18", 0.9)), None) is None
+    assert stop.verdict(probes_of(("18", 0.79)), None) is None
+    assert stop.verdict(probes_of(("18", 0.8)), None) == "confident"
+    assert stop.verdict(probes_of(("17", 0.1), ("18", 0.8)), None) == "confident"
+    assert stop.verdict(probes_of(("18", 0.9), ("17", 0.79)), None) is None
 
 
-def test_one_probe_is_enough_where_one_has_to_agree() -> None:
-    stop = ThoughtStop(1.0, agreeing=1)
+def test_agreeing_probes_need_less_confidence() -> None:
+    stop = ThoughtStop(0.75)
+    assert stop.verdict(probes_of(("18", 0.1), ("18", 0.5)), None) == "confident"
+    assert stop.verdict(probes_of(("18", 0.74), ("18", 0.49)), None) is None
+    assert stop.verdict(probes_of(("18", 0.1), ("18", 0.1), ("18", 0.25)), None) == "confident"
+    assert stop.verdict(probes_of(("18", 0.1), ("17", 0.1), ("18", 0.5)), None) is None
+    assert stop.verdict(probes_of(("18", 0.1), ("", 0.0), ("18", 0.5)), None) is None
+
+
+def test_as_many_probes_as_asked_for_have_to_agree() -> None:
+    stop = ThoughtStop(0.5, agreeing=2)
+    assert stop.verdict(probes_of(("18", 1.0)), None) is None
+    assert stop.verdict(probes_of(("17", 1.0), ("18", 1.0)), None) is None
+    assert stop.verdict(probes_of(("18", 1.0), ("18", 1.0)), None) == "confident"
+
+
+def test_the_highest_threshold_takes_certainty() -> None:
+    stop = ThoughtStop(1.0)
     assert stop.verdict(probes_of(("18", 1.0)), None) == "confident"
     assert stop.verdict(probes_of(("18", math.nextafter(1.0, 0.0))), None) is None
 
@@ -39,8 +53,8 @@ def test_empty_answers_do_not_agree() -> None:
 
 
 def test_a_confidence_that_is_no_number_is_none() -> None:
-    stop = ThoughtStop(0.0, agreeing=2)
-    assert stop.verdict(probes_of(("18", math.nan), ("18", 1.0)), None) is None
+    stop = ThoughtStop(0.0)
+    assert stop.verdict(probes_of(("18", math.nan)), None) is None
     assert stop.verdict(probes_of(("18", 1.0), ("18", math.nan)), None) is None
 
 

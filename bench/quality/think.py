@@ -109,9 +109,9 @@ class Family:
 
 def families(thoughts: Sequence[Trajectory]) -> Iterator[Family]:
     for agreeing in AGREEING:
-        stop = ThoughtStop(1.0, agreeing=agreeing)
+        name, stop = f"at least {agreeing} agreeing", ThoughtStop(1.0, agreeing=agreeing)
         at = partial(replace, stop)
-        yield Family.of(f"{agreeing} agreeing", thoughts, GRID, lambda t, at=at: at(threshold=t))
+        yield Family.of(name, thoughts, GRID, lambda t, at=at: at(threshold=t))
     runs = range(LONGEST_RUN, 0, -1)
     yield Family.of(
         "agreement alone", thoughts, runs, lambda run: ThoughtStop(0.0, agreeing=int(run))
@@ -222,8 +222,9 @@ def markdown(result: Figures) -> str:
         f"{result['calibrated']} questions calibrate, the others test, with a confidence of "
         f"{CONFIDENCE:.0%}. different: the early answer is not that of the whole thought; lost: "
         "and the whole thought's answer is right. A probe is counted as "
-        f"{PROBE_TOKENS} tokens. The thresholds are medians: the least confidence of each agreeing "
-        "probe, or their number where agreement alone decides. The oracle ends a thought at the "
+        f"{PROBE_TOKENS} tokens. The thresholds are medians: the least confidence of one "
+        "probe, of which agreeing ones need less, or their number where agreement alone decides. "
+        "The oracle ends a thought at the "
         f"probe from which on all answers are the last one. {result['note']}"
         "`python -m bench think --trajectories`"
     )

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import takewhile
 from typing import Annotated, Literal, NamedTuple
 
 from eecore.errors import ExitError
@@ -50,12 +51,16 @@ STEM = Rule(
 
 @dataclass(frozen=True)
 class ThoughtStop:
-    """End a thought as soon as its last probes agree.
+    """End a thought as soon as its answer stands.
+
+    One probe is enough where it is confident. The more probes in a row give the same answer, the
+    less confident the last one has to be: n of them may leave n times the doubt of one.
 
     Args:
-        threshold: the least confidence of each of the last probes; infinity: thoughts are probed,
-            and end by themselves.
-        agreeing: the number of last probes that have to give the same answer.
+        threshold: the least confidence of a single probe: after n probes with the same answer the
+            last one needs 1 - n (1 - threshold). Infinity: thoughts are probed, and end by
+            themselves.
+        agreeing: the fewest last probes that have to give the same answer.
         every: fewest tokens between two probes; a probe waits for the end of a paragraph, for as
             many tokens again at most.
         stem: the beginning of the answer that a probe asks for.
@@ -66,7 +71,7 @@ class ThoughtStop:
     """
 
     threshold: Annotated[float, THRESHOLD]
-    agreeing: Annotated[int, whole(1, MAX_AGREEING)] = 3
+    agreeing: Annotated[int, whole(1, MAX_AGREEING)] = 1
     every: Annotated[int, whole(1)] = 64
     stem: Annotated[str, STEM] = "The answer is"
     max_answer: Annotated[int, whole(1, MAX_PROBE_TOKENS)] = 16
@@ -90,12 +95,11 @@ class ThoughtStop:
         """
         if self.records or not probes:
             return None
-        last = probes[-self.agreeing :]
-        answer = last[-1].answer
-        if answer and len(last) == self.agreeing:
-            agrees = all(probe.answer == answer for probe in last)
-            if agrees and all(probe.confidence >= self.threshold for probe in last):
-                return "confident"
+        last = probes[-1]
+        run = sum(1 for _ in takewhile(lambda p: p.answer == last.answer, reversed(probes)))
+        is_sure = 1.0 - last.confidence <= run * (1.0 - self.threshold)
+        if last.answer and run >= self.agreeing and is_sure:
+            return "confident"
         if self.hopeless is None or budget is None or any(probe.answer for probe in probes):
             return None
         return "hopeless" if probes[-1].num_tokens >= self.hopeless * budget else None

@@ -120,9 +120,9 @@ def test_the_command_writes_beside_the_model(
     path.write_text("\n".join(map(json.dumps, lines)))
     words = ["calibrate", str(folder), "--think", str(path), "--thinking-budget", str(BUDGET)]
     words += ["--max-loss", ".4", "--confidence", ".6", "--device", "cpu"]
-    assert run([*words, "--agreeing", "2", "--every", "6"]) == 0
+    assert run([*words, "--every", "6"]) == 0
     found = ThoughtCalibration.beside(folder)
-    assert (found.stop.agreeing, found.stop.every) == (2, 6)
+    assert found.stop.every == 6
     assert (found.loss, found.max_loss, found.thinking_budget) == ("lost", 0.4, BUDGET)
     assert "calibrated (at most 0.4 right answers lost" in capsys.readouterr().out
     model = eecore.load(folder, device="cpu", kv_cache_tokens=1024)

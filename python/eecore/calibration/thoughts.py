@@ -37,8 +37,11 @@ from eecore.values import as_real
 
 ThoughtLoss = Literal["different", "lost"]
 LOSSES = ("different", "lost")
-GRID = tuple(i / 100 for i in range(100, -1, -1))
-"""The thresholds that are tried, in this order."""
+GRID = (
+    *(1.0, 0.9999, 0.9998, 0.9997, 0.9994, 0.999, 0.998, 0.997, 0.994),
+    *(i / 100 for i in range(99, -1, -1)),
+)
+"""The thresholds that are tried, in this order; many probes are almost certain."""
 RULE = ThoughtStop(1.0)
 """The rule that is calibrated by default."""
 USUAL_BUDGET = 2048

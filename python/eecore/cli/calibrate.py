@@ -57,7 +57,6 @@ class Thoughts:
         show_default="2048, or what the context leaves",
     )
 
-    agreeing: int = option(3, "Probes in a row that have to agree.", min=1)
     every: int = option(64, "Fewest tokens between probes; fewer suit short thoughts.", min=1)
 
     @property
@@ -135,15 +134,15 @@ def _calibrate_thoughts(
     out = out or ThoughtCalibration.file_of(directory)
     check_out("--out", out)
     assert thoughts.think is not None
-    stop = ThoughtStop(1.0, thoughts.agreeing, thoughts.every)
+    stop = ThoughtStop(1.0, every=thoughts.every)
     questions = read_examples(thoughts.think, limit=limit, fields=("question", "answer"))
     check_promise(len(questions), thoughts.max_loss, thoughts.confidence)
     found = calibrate_thoughts(loading.load(directory), questions, stop, **thoughts.settings)
     found.save(out)
     rule = found.stop
-    ends = f"{rule.agreeing} probes agree, each with a confidence of {rule.threshold:g} or more"
+    ends = f"a thought ends at a confidence of {rule.threshold:g}, less where probes agree"
     print(
-        f"{'no thought ends early' if rule.records else f'a thought ends when {ends}'}: "
+        f"{'no thought ends early' if rule.records else ends}: "
         f"{found.promise}; it saves {found.saved:.0%} of their thinking tokens; wrote {out}"
     )
     return 0
