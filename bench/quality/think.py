@@ -7,6 +7,11 @@ comes with zelt (from PyPI, in an environment of its own): 1,319 questions of GS
 every 48 tokens, where zelt's own decider is replayed on the same questions. 600 questions, or half
 of fewer, calibrate a threshold, and the rest test it. Writes bench/results/think.json and the table
 in bench/results, in about five minutes on one core.
+
+python -m bench think --model bench/models/thinker
+
+A model that thinks longer than it needs to, on questions of bench/quality/chains.py: full thoughts,
+thoughts with a budget, and thoughts that end by the calibration beside the model take turns.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from bench.harness.command import parser, say
 from bench.harness.processes import ANSWER_TIMEOUT_S, START_TIMEOUT_S, Process
 from bench.harness.results import Figures, Report
 from bench.harness.rows import Columns, Row, table_of
+from bench.quality import think_model
 from eecore.calibration.procedure import lowest_passed, tried_thresholds
 from eecore.calibration.thoughts import (
     GRID,
@@ -235,12 +241,18 @@ REPORTS = (Report("think", {"think": markdown}, {"rows": ("rule", "loss", "bound
 
 
 def main(words: Sequence[str]) -> None:
-    made = parser("think", __doc__)
+    made = parser("think", __doc__, batches=(1, 8), rounds=3, threads=1)
     made.add_argument(
         "--trajectories", nargs="?", type=Path, const=None, metavar="FILE", help="zelt's by default"
     )
     made.add_argument("--splits", type=int, default=60, help="random splits of the questions")
+    made.add_argument("--model", type=Path, metavar="DIR", help="measure a model's own thoughts")
+    made.add_argument("--count", type=int, default=64, help="questions for a model")
     arguments = made.parse_args(words)
+    if arguments.model is not None:
+        figures = think_model.measure(arguments.model, arguments)
+        think_model.REPORT.finish(figures, arguments)
+        return
     file = arguments.trajectories
     zelt = zelt_file() if file is None else None
     if zelt is None:

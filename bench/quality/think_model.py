@@ -6,32 +6,37 @@ thoughts that end once their answer stands take turns, alone and several at a ti
 
 from __future__ import annotations
 
+import argparse
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
+
+import torch
 
 import eecore
 from bench.harness.command import say
-from bench.harness.results import Figures
-from bench.harness.rows import Row, table_of
-from bench.harness.turns import batches_of
+from bench.harness.machine import in_words, machine
+from bench.harness.results import Figures, Report
+from bench.harness.rows import Columns, Row, table_of
+from bench.harness.turns import TimedCall, batches_of, median_ratio, seconds_of, take_turns
 from bench.quality.chains import Chain, chains, stands_after
+from eecore.calibration.procedure import parts_of
+from eecore.calibration_file import ThoughtCalibration
 from eecore.models import Tokenizer
 
+KV_CACHE_TOKENS = 16384
 CONTEXT = 1024
 
 
 def prompts(tokenizer: Tokenizer, asked: Sequence[Chain]) -> list[list[int]]:
     """The questions in the chat template."""
-    texts = (
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": chain.question}], add_generation_prompt=True
-        )
-        for chain in asked
-    )
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return [tokenizer.encode_chat([{"role": "user", "content": chain.question}]) for chain in asked]
 
 
 def answers(
@@ -95,41 +100,92 @@ def compare(
     assert model.tokenizer is not None
     asked, rows = list(islice(chains(0, "test"), count)), list[Row]()
     for batch in batches:
-        seconds: dict[str, list[float]] = {name: [] for name in modes}
-        made: dict[str, list[eecore.Output]] = {}
-        for number in range(rounds + 1):
-            for name, options in modes.items():
-                outputs = made[name] = answers(model, asked, batch, exit=exit, **options)
-                if number:
-                    seconds[name].append(statistics.mean(o.stats.total_s for o in outputs))
-            say(f"{batch} at a time, round {number} of {rounds}")
-        full = next(iter(modes))
-        for name, outputs in made.items():
-            row: Row = {"batch": batch, "mode": name, "seconds": min(seconds[name])}
-            ratios = (a / b for a, b in zip(seconds[full], seconds[name], strict=True))
-            row["faster"] = statistics.median(ratios)
+        turns = take_turns(
+            {
+                name: partial(_turn, model, asked, batch, exit=exit, **options)
+                for name, options in modes.items()
+            },
+            rounds,
+        )
+        full, *_ = turns.values()
+        for name, own in turns.items():
+            outputs = own[-1].made
+            row: Row = {"batch": batch, "thoughts": name, "seconds": min(seconds_of(own))}
+            row["faster"] = median_ratio(seconds_of(own), seconds_of(full))
             row |= thought_figures(model.tokenizer, asked, outputs)
-            pairs = zip(outputs, made[full], strict=True)
-            row["same"] = sum(own.text == other.text for own, other in pairs) / count
-            row["probe_rows"] = statistics.mean(
-                getattr(output.stats, "probe_rows", 0) for output in outputs
-            )
-            ends = Counter(str(getattr(o.stats, "thought_end", None)) for o in outputs)
-            row["ends"] = dict(ends)
+            pairs = zip(outputs, full[-1].made, strict=True)
+            row["same"] = sum(one.text == other.text for one, other in pairs) / count
+            stats = [output.stats for output in outputs]
+            row["probe_rows"] = statistics.mean(each.probe_rows for each in stats)
+            row["ends"] = dict(Counter(str(each.thought_end) for each in stats))
             rows.append(row)
+            say(row)
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The table of :func:`compare`."""
-    columns = [
+def _turn(model: eecore.Model, asked: Sequence[Chain], batch: int, **options: Any) -> TimedCall:
+    """The outputs for questions, and the mean seconds from a question to its whole answer."""
+    outputs = answers(model, asked, batch, **options)
+    return TimedCall(statistics.mean(output.stats.total_s for output in outputs), outputs)
+
+
+def measure(directory: Path, arguments: argparse.Namespace) -> Figures:
+    """The figures of a model whose thoughts are calibrated."""
+    torch.set_num_threads(arguments.threads)
+    found = ThoughtCalibration.beside(directory)
+    model = eecore.load(directory, dtype=found.dtype, kv_cache_tokens=KV_CACHE_TOKENS)
+    tokenizer, source = parts_of(model)
+    stop = found.stop_for(source, tokenizer.sha256)
+    asked = list(islice(chains(0, "test"), arguments.count))
+    full = thought_figures(tokenizer, asked, answers(model, asked, max(arguments.batches)))
+    modes: dict[str, dict[str, Any]] = {
+        "full": {},
+        f"at most {full['thought_tokens']:.0f} tokens": {
+            "thinking_budget": round(full["thought_tokens"])
+        },
+        "probed, none ends early": {"think": replace(stop, threshold=math.inf)},
+        "calibrated": {"think": stop},
+    }
+    rows = compare(
+        model,
+        modes,
+        count=arguments.count,
+        batches=arguments.batches,
+        rounds=arguments.rounds,
+    )
+    return {
+        "model": directory.name,
+        **machine(),
+        "threads": arguments.threads,
+        "dtype": found.dtype,
+        "count": arguments.count,
+        "promise": found.promise,
+        "stands_after": full["stands_after"],
+        "corrected": full["corrected"],
+        "rows": rows,
+    }
+
+
+def markdown(result: Figures) -> str:
+    """The table of a model's thoughts."""
+    columns: Columns = [
+        ("thoughts", "{thoughts}"),
         ("at a time", "{batch}"),
-        ("thoughts", "{mode}"),
         ("right", "{right:.1%}"),
         ("answer of the full thought", "{same:.1%}"),
         ("tokens of a thought", "{thought_tokens:.0f}"),
         ("rows of probes", "{probe_rows:.0f}"),
         ("ms to the answer", lambda row: f"{1e3 * row['seconds']:.0f}"),
-        ("faster", "{faster:.2f}x"),
+        ("faster than full", "{faster:.2f}x"),
     ]
-    return table_of(columns, rows)
+    about = (
+        f"{result['model']}, {result['count']} questions of its test split, greedy, full depth, "
+        f"{result['dtype']}, {in_words(result)}, {result['threads']} thread(s). In a "
+        f"full thought the right answer stands after {result['stands_after']:.0%} of its tokens; "
+        f"{result['corrected']:.0%} of the right answers are found by a check. {result['promise']}."
+        " `python -m bench think --model bench/models/thinker`"
+    )
+    return f"{table_of(columns, result['rows'])}\n\n{about}"
+
+
+REPORT = Report("think_model", {"think model": markdown}, {"rows": ("batch", "thoughts")})

@@ -16,6 +16,7 @@ import json
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -53,6 +54,8 @@ CHAT_TEMPLATE = (
 )
 HASTY = 0.1
 """The share of thoughts in training with a slip at a random place."""
+SLIPS = 0.4
+"""The share of questions in training that trip the first attempt; few questions do."""
 FORCED = 0.3
 """The share of thoughts in training that end at a random line."""
 TOKENIZED = 2000
@@ -112,11 +115,19 @@ def sequence(chain: Chain, tokenizer: EecoreTokenizer, rng: random.Random) -> li
     return [(tokenizer.encode(text, add_special_tokens=False), learnt) for text, learnt in parts]
 
 
+def questions(split: str, seed: int) -> Iterator[Chain]:
+    """Questions of a split, of which many trip the first attempt."""
+    rng, all_of = random.Random(f"{seed} {split} slips"), chains(seed, split)
+    while True:
+        slips = rng.random() < SLIPS
+        yield next(chain for chain in all_of if (chain.attempts()[0][-1] != chain.answer) == slips)
+
+
 def data(split: str, count: int, tokenizer: EecoreTokenizer, seed: int) -> TokenData:
     """The first questions of a split with their thoughts."""
     rng = random.Random(f"{seed} {split} thoughts")
     return from_pieces(
-        sequence(chain, tokenizer, rng) for chain in islice(chains(seed, split), count)
+        sequence(chain, tokenizer, rng) for chain in islice(questions(split, seed), count)
     )
 
 
