@@ -237,7 +237,10 @@ def markdown(result: Figures) -> str:
     return f"{table_of(columns, result['rows'], text_columns=2)}\n\n{about}"
 
 
-REPORTS = (Report("think", {"think": markdown}, {"rows": ("rule", "loss", "bound")}),)
+REPORTS = (
+    Report("think", {"think": markdown}, {"rows": ("rule", "loss", "bound")}),
+    think_model.REPORT,
+)
 
 
 def main(words: Sequence[str]) -> None:
