@@ -932,7 +932,7 @@ ENGINE = (
     Mutant(
         "layers-draft-past-a-verdict",
         "python/eecore/engine/commit.py",
-        "        sequence.probes.learn(outcome)\n        _rest(sequence, sequence.draft)\n",
+        "        sequence.probes.learn(outcome)\n        _mask(sequence, sequence.draft)\n",
         "        sequence.probes.learn(outcome)\n",
         "tests/planning/test_thinking_budgets.py",
     ),

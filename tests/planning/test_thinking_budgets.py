@@ -103,7 +103,7 @@ def written(
         drafts = guided.drafts(ids, wished[:num_drafts], num_drafts, frozenset({EOS}))
         masks = np.zeros((num_drafts + 1, guided.num_words), dtype=np.int32)
         guided.write_masks(masks, ids, drafts)
-        if not guided.rests(ids, num_drafts):  # then layers may draft
+        if not guided.may_mask(ids, num_drafts):  # then layers may draft
             assert (masks == -1).all()
         for row in range(len(drafts) + 1):
             allowed = [t for t in range(320) if masks[row].view(np.uint32)[t // 32] >> t % 32 & 1]

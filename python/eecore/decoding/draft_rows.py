@@ -47,14 +47,16 @@ class DraftRows(Step):
             return False
         num_pages = self.sizes.num_pages
         most = num_pages * self._page_size - self.kind.num_steps
-        drafts_ahead = False
+        drafts_ahead = is_masked = False
         for row, sequence in zip(rows, sequences, strict=True):
+            is_masked = is_masked or sequence.is_masked
             drafts_ahead = drafts_ahead or row.ahead > 0
             if row.work.max_drafts > self.kind.num_steps or len(sequence.pages) > num_pages:
                 return False
             if len(sequence.prompt_ids) + len(sequence.output_ids) + row.pending > most:
                 return False
-        return drafts_ahead == (self.kind.most_ahead > 0)
+        has_masks = self.sizes.heads.masks[1] > 0
+        return drafts_ahead == (self.kind.most_ahead > 0) and is_masked == has_masks
 
     def load(self, rows: list[Row]) -> None:
         """Load the rows of the next round: at most ``sizes.num_rows`` sequences."""

@@ -174,7 +174,7 @@ class ExitStep(Step):
             return False
         positions = []
         for sequence in sequences:
-            if len(sequence.pages) > self.sizes.num_pages:
+            if len(sequence.pages) > self.sizes.num_pages or sequence.is_masked:
                 return False
             positions.append(sequence.num_computed)
         self._write_state(self.rows, sequences, positions)

@@ -348,7 +348,7 @@ class Prefill:
         sequences = [self._chunks[i].sequence for i in emitting]
         sizes, count = head_sizes(sequences), len(sequences)
         device = self._model.device
-        kinds = [LOGITS if needs_logits(s.sampling) else GREEDY for s in sequences]
+        kinds = [LOGITS if needs_logits(s) else GREEDY for s in sequences]
         results = TwinMemory(device, head_fields(count, sizes))
         work = None
         if sizes.logits:

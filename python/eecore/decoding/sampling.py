@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from eecore import ops
-from eecore.config import SamplingParams
 from eecore.decoding.memory import Array, Cells, Field, HostSide, numbers_of, power_of_two
 from eecore.planning.draft_state import guided_of
 from eecore.planning.row import Outcome
@@ -34,21 +33,23 @@ MIN_GENERATED = 64
 NO_TOKEN = "expected finite logits and confidences from the model, got NaN or infinity"
 
 
-def needs_logits(sampling: SamplingParams) -> bool:
-    """Whether a request needs logits in memory; the fused head serves all other requests."""
+def needs_logits(sequence: Sequence) -> bool:
+    """Whether a request's next tokens need logits in memory; the fused head makes all others."""
+    sampling = sequence.sampling
     return (
         sampling.temperature > 0.0
         or sampling.repetition_penalty != 1.0
         or sampling.counts_tokens
         or bool(sampling.biases)
         or bool(sampling.logprobs)
-        or sampling.has_masks
+        or sequence.is_masked
     )
 
 
-def follows_text(sampling: SamplingParams) -> bool:
-    """Whether a request's text so far changes its logits."""
-    return sampling.repetition_penalty != 1.0 or sampling.counts_tokens or sampling.has_masks
+def follows_text(sequence: Sequence) -> bool:
+    """Whether a request's text so far changes its next logits."""
+    sampling = sequence.sampling
+    return sampling.repetition_penalty != 1.0 or sampling.counts_tokens or sequence.is_masked
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,11 @@ class HeadSizes:
 
 def head_sizes(sequences: list[Sequence], positions: int = 1) -> HeadSizes:
     """The sizes that these requests need, rounded up, for at most ``positions`` of each."""
-    needing = [s.sampling for s in sequences if needs_logits(s.sampling)]
+    needing = [s.sampling for s in sequences if needs_logits(s)]
     if not needing:
         return HeadSizes()
-    guides = [guided for guided in map(guided_of, sequences) if guided is not None]
+    masked = [s for s in sequences if s.is_masked]
+    guides = [guided for guided in map(guided_of, masked) if guided is not None]
     words = max((guided.num_words for guided in guides), default=0)
     counted = [len(s.output_ids) for s in sequences if s.sampling.counts_tokens]
     return HeadSizes(

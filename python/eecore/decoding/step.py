@@ -185,9 +185,9 @@ class Step(ABC):
     def _write_rows(self, rows: list[Row]) -> None:
         """Write the columns that are kept for the same rows."""
         sequences = [row.sequence for row in rows]
-        self._reads_text = any(follows_text(s.sampling) for s in sequences)
+        self._reads_text = any(map(follows_text, sequences))
         self._host.write(
-            kind=[LOGITS if needs_logits(s.sampling) else GREEDY for s in sequences],
+            kind=[LOGITS if needs_logits(s) else GREEDY for s in sequences],
             num_rows=[len(rows)],
         )
         if self.sizes.follows:

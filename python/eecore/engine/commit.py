@@ -146,7 +146,7 @@ class Commits:
             sequence.prompt_logprobs += outcome.prompt_logprobs
             sequence.output_ids += token_ids
             if draft.guided is not None:
-                _rest(sequence, draft)
+                _mask(sequence, draft)
             sequence.exit_layers += outcome.exit_layers
             sequence.confidences += outcome.confidences
             sequence.logprobs += outcome.logprobs
@@ -372,14 +372,16 @@ def _probed(sequence: Sequence, outcome: Outcome) -> None:
         assert sequence.draft is not None
         assert sequence.probes is not None
         sequence.probes.learn(outcome)
-        _rest(sequence, sequence.draft)
+        _mask(sequence, sequence.draft)
 
 
-def _rest(sequence: Sequence, draft: DraftState) -> None:
-    """Let layers draft no tokens that may have masks."""
+def _mask(sequence: Sequence, draft: DraftState) -> None:
+    """Note whether the next tokens may have masks; then layers draft none."""
     guided, path = draft.guided, draft.route.path
-    if isinstance(guided, GuidedThought) and path is not None and not path.is_given:
-        sequence.is_resting = guided.rests(sequence.output_ids, sequence.max_drafts)
+    if isinstance(guided, GuidedThought):  # else all of them do
+        sequence.is_masked = guided.may_mask(sequence.output_ids, sequence.max_drafts)
+        if path is not None and not path.is_given:
+            sequence.is_resting = sequence.is_masked
 
 
 def _thought_end(sequence: Sequence) -> str | None:

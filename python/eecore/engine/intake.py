@@ -114,6 +114,9 @@ class Intake:
         if sampling.has_masks or follows_thought:
             after = self._after_thought(sequence, before, guided)
             draft_state(sequence, config.exit_layers, after)
+            sequence.is_masked = after is not None
+            if isinstance(after, GuidedThought):
+                sequence.is_masked = after.may_mask([], sequence.max_drafts)
         if self._tokenizer is not None:
             sequence.text = TextStream(
                 self._tokenizer, before, sampling.stop, sequence.output_ids, self.thinking

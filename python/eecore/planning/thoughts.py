@@ -107,11 +107,11 @@ class GuidedThought:
         answer, guided = self.at(token_ids).answer, self._guided
         return guided is not None and answer is not None and guided.is_over(token_ids[answer:])
 
-    def rests(self, token_ids: list[int], most: int) -> bool:
-        """Whether the next token, or one after some of ``most`` drafts, may have a mask, where the
-        answer is free.
-        """
+    def may_mask(self, token_ids: list[int], most: int) -> bool:
+        """Whether the next token, or one after some of ``most`` drafts, may have a mask."""
         place = self.at(token_ids)
+        if self.binds_all:
+            return True
         if place.answer is not None or self._budget is None:
             return place.was_forced and place.answer == place.num_tokens
         left = min(self._budget - place.num_thought, self._max_thought - place.num_tokens)

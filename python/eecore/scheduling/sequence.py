@@ -104,6 +104,8 @@ class Sequence:
     """How the request decodes; made when it is first planned."""
     is_resting: bool = False
     """Whether the next round drafts nothing, even where the policy allows drafts."""
+    is_masked: bool = False
+    """Whether only some tokens may be allowed next, or after some of the next drafts."""
     text: TextStream | None = None
     """The text of the tokens; None without a tokenizer."""
     parent: Sequence | None = None
