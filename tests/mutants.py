@@ -862,7 +862,7 @@ ENGINE = (
     Mutant(
         "thought-closed-in-the-middle-of-a-sentence",
         "python/eecore/planning/thoughts.py",
-        "(over >= 0 and is_end)",
+        "(over >= 0 and ENDS.search(place.tail))",
         "over >= 0",
         "tests/planning/test_thinking_budgets.py",
     ),
@@ -876,8 +876,8 @@ ENGINE = (
     Mutant(
         "answer-without-room",
         "python/eecore/planning/thoughts.py",
-        "count >= self._max_thought or",
-        "",
+        "count >= self._max_thought or is_end",
+        "is_end",
         "tests/planning/test_thinking_budgets.py",
     ),
     Mutant(

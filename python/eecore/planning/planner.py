@@ -213,6 +213,8 @@ class Planner:
         for sequence in sequences:
             sequence.is_resting = is_resting
         if choice.layer:
+            if any(sequence.is_masked for sequence in sequences):
+                return rows  # layers draft no tokens that may have masks
             draft = sequences[0].draft
             assert draft is not None
             path = self._route(draft, choice.layer)
@@ -276,7 +278,8 @@ class Planner:
             policy = draft.route.auto
             assert policy is not None
             own = chooser.exit_layers if policy.exit_layers is None else policy.exit_layers
-            if sequence.sampling.temperature > 0.0 or draft.guided is not None:
+            binds = draft.guided is not None and draft.guided.binds_all
+            if sequence.sampling.temperature > 0.0 or binds:
                 own = ()  # drafts of a layer would change the tokens
             if has_keys:
                 own = ()  # rows that layers draft for give the head no keys

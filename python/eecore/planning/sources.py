@@ -71,7 +71,7 @@ def proposals(works: Ordered[Work], verified: Ordered[Ordered[int] | None]) -> l
                 before, end = (tokens[:given], scores[:given]), given + most
                 tokens, scores = tokens[given:end], scores[given:end]
             name = source.name
-            if draft.guided is not None:
+            if sequence.is_masked:
                 name = name if tokens else "guide"
                 tokens, scores = guided_drafts(work, draft, tokens, scores)
             if tokens:
@@ -107,7 +107,7 @@ def given_by_policy(
             tokens, scores = HEAD.propose(sequence, draft, most)
             threshold = draft.route.draft_threshold or 0.0
             tokens = tokens[: len(list(takewhile(threshold.__le__, scores)))]
-        if draft.guided is not None:
+        if sequence.is_masked:
             tokens, _ = guided_drafts(work, draft, tokens, ())
         given.append(tokens)
     return given

@@ -104,8 +104,10 @@ class GuidedThought:
 
     def is_over(self, token_ids: list[int]) -> bool:
         """Whether only the end of the text can follow these tokens."""
-        answer, guided = self.at(token_ids).answer, self._guided
-        return guided is not None and answer is not None and guided.is_over(token_ids[answer:])
+        if self._guided is None:
+            return False
+        answer = self.at(token_ids).answer
+        return answer is not None and self._guided.is_over(token_ids[answer:])
 
     def may_mask(self, token_ids: list[int], most: int) -> bool:
         """Whether the next token, or one after some of ``most`` drafts, may have a mask."""
@@ -259,9 +261,9 @@ class GuidedThought:
             if budget is None:
                 return place
             over, (probed, verdict) = place.num_thought - budget, self._verdict
-            is_end = budget == 0 or over >= OVERTIME or bool(ENDS.search(place.tail))
+            is_end = budget == 0 or over >= OVERTIME or (over >= 0 and ENDS.search(place.tail))
             end = verdict if count == probed else None
-            if count >= self._max_thought or (over >= 0 and is_end):
+            if count >= self._max_thought or is_end:
                 end = "budget"
             if end is not None:
                 forced = self.closing(place)
