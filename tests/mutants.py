@@ -49,6 +49,20 @@ CPU_KERNELS = (
         "tests/ops/test_paged_attention.py -k cpu",
     ),
     Mutant(
+        "short-conv-one-position-off",
+        "csrc/cpu/short_conv.cpp",
+        "kept[back] = kept_at(seq, position - back);",
+        "kept[back] = kept_at(seq, position - back + 1);",
+        "tests/ops/test_short_conv.py -k cpu",
+    ),
+    Mutant(
+        "short-conv-page-edge",
+        "csrc/cpu/short_conv.cpp",
+        "pages[position / params_.page_size];",
+        "pages[(position + 1) / params_.page_size];",
+        "tests/ops/test_short_conv.py -k cpu",
+    ),
+    Mutant(
         "attention-group-head",
         "csrc/cpu/paged_attention.cpp",
         "(tile.first_row + row) % tile.group_size);",
@@ -287,6 +301,13 @@ CPU_KERNELS = (
 )
 
 CUDA_KERNELS = (
+    Mutant(
+        "short-conv-row-before",
+        "include/eecore/short_conv.cuh",
+        "u = u_of(row - back * params.bcx_stride);",
+        "u = u_of(row - params.bcx_stride);",
+        "tests/ops/test_short_conv.py -k emulated",
+    ),
     Mutant(
         "value-of-a-table-repeated",
         "include/eecore/packed_weight.h",
@@ -716,6 +737,20 @@ SCHEDULING = (
 )
 
 DECODING = (
+    Mutant(
+        "a-skipped-convolution-is-not-filled",
+        "python/eecore/models/hybrid.py",
+        "for index in self.config.conv_layers:",
+        "for index in self.config.conv_layers[:-1]:",
+        "tests/models/test_families.py -k lfm2",
+    ),
+    Mutant(
+        "a-fill-numbers-attention-alone",
+        "python/eecore/models/hybrid.py",
+        "layer_numbers=self._attending,",
+        "layer_numbers=None,",
+        "tests/models/test_families.py -k lfm2",
+    ),
     Mutant(
         "verification-draws-as-drafts-do",
         "python/eecore/decoding/draft_step.py",

@@ -462,6 +462,7 @@ def kv_fill(
     value_scales: Tensor | None = None,
     layer_ropes: Tensor | None = None,
     loop_slots: int = 0,
+    layer_numbers: Tensor | None = None,
 ) -> None:
     """Write what the layers from each row's exit layer on would have written."""
     num_layers, num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
@@ -469,7 +470,8 @@ def kv_fill(
     for loop, layer in itertools.product(range(num_loops), range(num_layers)):
         slots = torch.where(slot_mapping < 0, -1, slot_mapping + loop * loop_slots)
         slots[slots >= num_pages * page_size] = -1
-        needed = exit_layer <= num_layers * loop + (0 if loop_slots else layer)
+        number = layer if layer_numbers is None else int(layer_numbers[layer])
+        needed = exit_layer <= num_layers * loop + (0 if loop_slots else number)
         rows = (needed & (slots >= 0)).nonzero().flatten()
         x = hidden[rows]
         if norm_weight is not None:

@@ -117,6 +117,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ministral3": ("Ministral3Config", {**HEADS, "rope_parameters": YARN}),
     "mimo": ("Qwen2Config", {}),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "block_multiple_of": 32,
+        },
+    ),
 }
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2_large": ("gemma2", {"num_key_value_heads": 4, "query_pre_attn_scalar": 24}),
@@ -136,6 +143,25 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4_without_rope": ("granite4", {"position_embedding_type": "nope"}),
     "phi3_long": ("phi3", {"original_max_position_embeddings": 16}),
     "phi3_plain": ("phi3", {"rope_parameters": None, "tie_word_embeddings": True, **ODD}),
+    "lfm2_odd": (
+        "lfm2",
+        {
+            **ODD,
+            "layer_types": ["full_attention", "conv", "conv", "conv"],
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2_grouped": (
+        "lfm2",
+        {
+            "num_key_value_heads": 1,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "conv_L_cache": 2,
+            "block_ffn_dim_multiplier": 1.3,
+        },
+    ),
     "ministral3_tied": ("ministral3", {"tie_word_embeddings": True, "sliding_window": 9}),
 }
 """Further shapes: a family, and the fields that differ."""
@@ -218,8 +244,24 @@ LAYER_NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "shared_mlp.output_linear": "ffn_down",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.out_proj": "attn_output",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
 }
-WHOLE_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+WHOLE_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+}
 
 
 def write_family_gguf(
@@ -281,6 +323,8 @@ def stored_tensors(
         if part.endswith(projection) and architecture in INTERLEAVED:
             rows = interleave_rotary(tensor.numpy(), config[f"num_{heads}_heads"])
             tensor = torch.from_numpy(rows)
+    if part == "conv.conv":
+        tensor = tensor.squeeze(1)
     if layer is None:
         return [(f"{WHOLE_NAMES[part]}.{kind}", tensor)]
     if part == "shared_mlp.input_linear":
@@ -291,6 +335,15 @@ def stored_tensors(
     return [(f"blk.{layer}.{(LAYER_NAMES | norm)[part]}.{kind}", tensor)]
 
 
+def inner_size(config: dict[str, Any]) -> int:
+    """The size of the MLP."""
+    size = config["intermediate_size"]
+    if not config.get("block_auto_adjust_ff_dim"):
+        return size
+    step = config["block_multiple_of"]
+    return step * math.ceil(int(config["block_ffn_dim_multiplier"] * int(2 * size / 3)) / step)
+
+
 def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -> None:
     """Add sizes and the family's own settings."""
     heads = config["num_attention_heads"]
@@ -298,12 +351,16 @@ def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(inner_size(config))
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    kv_heads = config["num_key_value_heads"]
+    if family == "lfm2":
+        kv_heads = [0 if kind == "conv" else kv_heads for kind in config["layer_types"]]
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("norm_eps") or config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     ropes = config["rope_parameters"]
     rope = ropes.get("full_attention", ropes)

@@ -20,7 +20,10 @@ inline int64_t first_of(const KvFillParams& params, int64_t row) {
   if (params.loop_slots > 0) {
     return first_slot(params, row) < params.num_slots ? 0 : params.num_layers;
   }
-  return min_of(params.exit_layer[row], params.num_layers);
+  if (params.layer_numbers == nullptr) return min_of(params.exit_layer[row], params.num_layers);
+  int64_t layer = 0;
+  while (layer < params.num_layers && params.layer_numbers[layer] < params.exit_layer[row]) ++layer;
+  return layer;
 }
 
 // Rows with a slot, by exit layer.

@@ -15,7 +15,8 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer,
              const std::optional<Tensor>& cos_sin, Tensor k_cache, Tensor v_cache,
              const Tensor& slot_mapping, double eps, const std::optional<Tensor>& kv_table,
              const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
-             const std::optional<Tensor>& layer_ropes, int64_t loop_slots) {
+             const std::optional<Tensor>& layer_ropes, int64_t loop_slots,
+             const std::optional<Tensor>& layer_numbers) {
   Checker check("kv_fill");
   check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   check(exit_layer, "exit_layer", Accept::kInt32, {"num_tokens"});
@@ -35,6 +36,9 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer,
         {"num_layers", norms_all_k ? Dim(kv_size / 2) : Dim("head_dim")}, 1);
   check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
   check(positions, "positions", Accept::kInt64, {"num_tokens"});
+  check(layer_numbers, "layer_numbers", Accept::kInt32, {"num_layers"});
+  check.require(!layer_numbers || loop_slots == 0,
+                "layer_numbers: expected None with loop_slots, got a tensor");
   check_ropes(check, cos_sin, layer_ropes);
   check.all_or_none({{"positions", positions}, {"cos_sin", cos_sin}});
   const int64_t rotary_dim = cos_sin.has_value() ? check["rotary_dim"] : 0;
@@ -85,6 +89,7 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer,
   params.cos_sin = data_or_null<const float>(cos_sin);
   params.layer_ropes = data_or_null<const int32_t>(layer_ropes);
   params.rope_stride = layer_ropes ? check["max_position"] * rotary_dim : 0;
+  params.layer_numbers = data_or_null<const int32_t>(layer_numbers);
   params.norms_all_k = norms_all_k;
   params.k_cache = data<void>(k_cache);
   params.v_cache = data<void>(v_cache);
@@ -120,7 +125,7 @@ EECORE_OP(kv_fill,
           "Tensor? kv_bias, Tensor? kv_scale, Tensor? k_norm_weight, Tensor? positions, "
           "Tensor? cos_sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
           "float eps, Tensor? kv_table=None, Tensor? key_scales=None, Tensor? value_scales=None, "
-          "Tensor? layer_ropes=None, int loop_slots=0")
+          "Tensor? layer_ropes=None, int loop_slots=0, Tensor? layer_numbers=None")
 
 }  // namespace
 }  // namespace eecore

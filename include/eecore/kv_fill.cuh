@@ -28,6 +28,15 @@ __device__ __forceinline__ int64_t slot_of(const KvFillParams& params, int64_t r
   return slot + params.slot_offset;
 }
 
+// The first layer that a row of the filled loop skipped; 0 or less: all.
+__device__ __forceinline__ int64_t first_skipped(const KvFillParams& params, int64_t row) {
+  const int64_t exit_layer = params.exit_layer[row];
+  if (params.layer_numbers == nullptr) return exit_layer - params.first_layer;
+  int64_t layer = 0;
+  while (layer < params.num_layers && params.layer_numbers[layer] < exit_layer) ++layer;
+  return layer;
+}
+
 // Grid: (num_tokens, num_layers). Each block finds the place of its row in the order, and norms the
 // row for its layer if the layer needs it.
 template <typename T>
@@ -36,8 +45,7 @@ __global__ void __launch_bounds__(kRmsNormThreads)
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t row = blockIdx.x, layer = blockIdx.y;
-  const int64_t first = params.first_layer;
-  const int64_t exit_layer = params.exit_layer[row] - first;
+  const int64_t exit_layer = first_skipped(params, row);
   const bool has_slot = slot_of(params, row) >= 0;
   const bool needed = has_slot && exit_layer <= layer;
   if (!needed && row > 0 && layer > 0) return;
@@ -46,7 +54,7 @@ __global__ void __launch_bounds__(kRmsNormThreads)
   float before = 0.0f, count = 0.0f;
   for (int64_t other = threadIdx.x; other < params.num_tokens; other += kRmsNormThreads) {
     if (slot_of(params, other) < 0) continue;
-    const int64_t other_layer = params.exit_layer[other] - first;
+    const int64_t other_layer = first_skipped(params, other);
     if (other_layer < exit_layer || (other_layer == exit_layer && other < row)) before += 1.0f;
     if (other_layer <= layer) count += 1.0f;
   }
@@ -278,8 +286,8 @@ __device__ __forceinline__ int start_fill(const KvFillParams& params, const KvFi
   int my_units = 0;
   const auto find_units = [&] {
     if (first_place < rows.counts[num_layers - 1]) {
-      const int exit_layer = params.exit_layer[rows.order[first_place]];
-      const int first_layer = max(exit_layer - static_cast<int>(params.first_layer), 0);
+      const int first_layer =
+          max(static_cast<int>(first_skipped(params, rows.order[first_place])), 0);
       my_units = tiles_of_block(plan, (num_layers - first_layer) * units_of_layer);
     }
     weight.end_at(works ? my_units * tiles_of_unit : 0);

@@ -442,26 +442,51 @@ struct PagedAttentionParams {
 };
 inline RowCounts row_counts(PagedAttentionParams& p) { return {{&p.num_tokens}, {&p.num_seqs}}; }
 
+// A gated convolution over the last positions of a sequence, feature by feature. Each row's
+// u = B * x goes to its slot; out = C * (the sum of weight[k] * u of the position num_taps - 1 - k
+// before the row's own), where u of a position before the text is 0. Rows of a sequence are its
+// last positions, as in paged attention. Without a weight only u is written, of rows whose
+// exit_layer is at most `layer`.
+struct ShortConvParams {
+  const void* bcx;                 // [num_tokens, 3 * hidden_size], row stride bcx_stride: B, C, x
+  void* state;                     // [num_pages, page_size, hidden_size]
+  const int64_t* slot_mapping;     // [num_tokens]; -1 writes nothing
+  const void* weight;              // [num_taps, hidden_size], oldest position first; may be null
+  const int32_t* page_table;       // [num_seqs, max_pages_per_seq], row stride page_table_stride
+  const int32_t* seq_lens;         // [num_seqs], positions, this call's included
+  const int32_t* query_start_loc;  // [num_seqs + 1]; null without a weight, as the two before it
+  const int32_t* exit_layer;       // [num_tokens]; null with a weight
+  void* out;                       // [num_tokens, hidden_size], row stride out_stride, or null
+  int64_t num_tokens, num_seqs, hidden_size, num_taps;
+  int64_t page_size, page_table_stride, bcx_stride, out_stride;
+  int64_t layer;
+  bool narrow_state;  // bfloat16 for a float32 model, only on the CPU
+  DType dtype;
+};
+inline RowCounts row_counts(ShortConvParams& p) { return {{&p.num_tokens}, {&p.num_seqs}}; }
+
 // Takes one state per row through norm, K/V projection, k-norm and rotary of every layer >=
 // exit_layer[row].
 struct KvFillParams {
-  const void* hidden;           // [num_tokens, hidden_size], row stride hidden_stride
-  const int32_t* exit_layer;    // [num_tokens], 0 or more
-  const void* norm_weight;      // [num_layers, hidden_size]; may be null: states are not normed
-  const void* kv_weight;        // [num_layers, 2 * num_kv_heads * head_dim, hidden_size]
-  const float* kv_scale;        // [num_layers, 2 * num_kv_heads * head_dim]; may be null, else the
-                                // weight is int8 times this
-  const int64_t* kv_table;      // [num_layers, 2 * num_kv_heads * head_dim]; may be null, else the
-                                // weight is packed
-  const void* kv_bias;          // [num_layers, 2 * num_kv_heads * head_dim]; may be null
-  const void* k_norm_weight;    // [num_layers, head_dim], or of all heads; may be null
-  const int64_t* positions;     // [num_tokens]; may be null: no rotary
-  const float* cos_sin;         // [max_position, rotary_dim]: cosines, then sines; may be null
-  const int32_t* layer_ropes;   // [num_layers, 2]: which of the tables in cos_sin a layer's queries
-                                // use, then its keys; may be null: there is one table
-  void* k_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
-  void* v_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
-  const int64_t* slot_mapping;  // [num_tokens]; -1 writes nothing
+  const void* hidden;          // [num_tokens, hidden_size], row stride hidden_stride
+  const int32_t* exit_layer;   // [num_tokens], 0 or more
+  const void* norm_weight;     // [num_layers, hidden_size]; may be null: states are not normed
+  const void* kv_weight;       // [num_layers, 2 * num_kv_heads * head_dim, hidden_size]
+  const float* kv_scale;       // [num_layers, 2 * num_kv_heads * head_dim]; may be null, else the
+                               // weight is int8 times this
+  const int64_t* kv_table;     // [num_layers, 2 * num_kv_heads * head_dim]; may be null, else the
+                               // weight is packed
+  const void* kv_bias;         // [num_layers, 2 * num_kv_heads * head_dim]; may be null
+  const void* k_norm_weight;   // [num_layers, head_dim], or of all heads; may be null
+  const int64_t* positions;    // [num_tokens]; may be null: no rotary
+  const float* cos_sin;        // [max_position, rotary_dim]: cosines, then sines; may be null
+  const int32_t* layer_ropes;  // [num_layers, 2]: which of the tables in cos_sin a layer's queries
+                               // use, then its keys; may be null: there is one table
+  void* k_cache;               // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
+  void* v_cache;               // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
+  const int32_t* layer_numbers;  // [num_layers], ascending: what exit_layer calls the layers; may
+                                 // be null: 0, 1, ...
+  const int64_t* slot_mapping;   // [num_tokens]; -1 writes nothing
   int64_t num_tokens, num_layers, hidden_size, num_kv_heads, head_dim, rotary_dim, page_size;
   int64_t loop_slots;   // from a slot of a looped model's loop to that of the next; 0: no loops
   int64_t num_slots;    // of all loops
@@ -723,6 +748,7 @@ inline RowCounts row_counts(SpeculativeAcceptParams&) { return {}; }
   X(quantise_weight, QuantiseWeightParams) \
   X(sample_tokens, SampleTokensParams) \
   X(select_rows, SelectRowsParams) \
+  X(short_conv, ShortConvParams) \
   X(skinny_gated_linear, SkinnyGatedLinearParams) \
   X(skinny_linear, SkinnyLinearParams) \
   X(speculative_accept, SpeculativeAcceptParams) \

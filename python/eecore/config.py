@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from eecore.errors import ModelError, RequestError
 from eecore.guide import Guide
@@ -31,6 +31,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 # Limits of what a file may claim before its tensors are read; no model comes near them.
 MAX_LAYERS = 4096
+MAX_TAPS = 8
 MAX_LOOPS = 64
 MAX_HIDDEN = 1 << 20
 MAX_INNER = 1 << 22
@@ -195,6 +196,10 @@ class ModelConfig:
     """Keys that a query sees in each layer of the stack, itself included; 0 for all. Empty: 0 for
     all layers.
     """
+    conv_layers: Annotated[tuple[int, ...], wholes(0, MAX_LAYERS, most=MAX_LAYERS)] = ()
+    """Layers, from 0, whose first sublayer is a gated short convolution in place of attention."""
+    conv_taps: Annotated[int, whole(0, MAX_TAPS)] = 0
+    """Positions that a convolution sees, the row's own included; 0 without convolutions."""
     num_loops: Annotated[int, whole(1, MAX_LOOPS)] = 1
     """How many times the stack of layers runs. A looped model has keys and values of each loop, the
     final norm at the end of each, and exits only there.
@@ -232,10 +237,24 @@ class ModelConfig:
                 f"got {len(self.layer_windows)}"
             )
         self._check_ropes()
+        self._check_convolutions()
         if not (self.pre_norm or self.post_norm):
             raise ModelError("pre_norm, post_norm: expected one or both, got neither")
         if self.activation == "relu":
             raise ModelError("activation: expected that of a gate, gelu_tanh or silu, got relu")
+
+    def _check_convolutions(self) -> None:
+        layers = self.conv_layers
+        if sorted(set(layers)) != list(layers) or (layers and layers[-1] >= self.num_layers):
+            raise ModelError(
+                f"conv_layers: expected ascending numbers below num_layers={self.num_layers}, got "
+                f"{shown(layers)}"
+            )
+        if bool(layers) != bool(self.conv_taps):
+            expected = f"1 to {MAX_TAPS} with conv_layers, else 0"
+            raise ModelError(f"conv_taps: expected {expected}, got {self.conv_taps}")
+        if layers and self.num_loops > 1:
+            raise ModelError(f"num_loops: expected 1 with conv_layers, got {self.num_loops}")
 
     def _check_ropes(self) -> None:
         dims = [rope.rotary_dim for rope in self.ropes]
@@ -266,6 +285,12 @@ class ModelConfig:
         return self.num_layers // self.num_loops
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers of the stack that have keys and values."""
+        convolutions = frozenset(self.conv_layers)
+        return tuple(layer for layer in range(self.stack_size) if layer not in convolutions)
+
+    @property
     def exit_layers(self) -> range:
         """The exit layers, ascending, the last one full depth: each layer, or the ends of loops."""
         step = 1 if self.num_loops == 1 else self.stack_size
@@ -277,9 +302,12 @@ class ModelConfig:
             listed = ", ".join(map(str, self.exit_layers))
             raise ModelError(f"num_layers: expected one of {listed}, got {num_layers}")
         num_loops = num_layers // self.stack_size if self.num_loops > 1 else 1
+        conv_layers = tuple(layer for layer in self.conv_layers if layer < num_layers)
         return replace(
             self,
             num_layers=num_layers,
+            conv_layers=conv_layers,
+            conv_taps=self.conv_taps if conv_layers else 0,
             num_loops=num_loops,
             layer_windows=self.layer_windows[: num_layers // num_loops],
             layer_ropes=self.layer_ropes[: num_layers // num_loops],
@@ -309,14 +337,15 @@ class ModelConfig:
         """Weights and biases, each counted once."""
         qkv_size = self.q_size + 2 * self.kv_size
         hidden, inner = self.hidden_size, self.intermediate_size
-        layer = hidden * (qkv_size + self.q_size + 3 * inner)
-        layer += 2 * hidden * (self.pre_norm + self.post_norm)
-        layer += qkv_size * self.attention_bias + hidden * self.output_bias
+        attention = hidden * (qkv_size + self.q_size) + sum(self.qk_norm_sizes)
+        attention += qkv_size * self.attention_bias + hidden * self.output_bias
+        layer = 3 * hidden * inner + 2 * hidden * (self.pre_norm + self.post_norm)
         layer += (2 * inner + hidden) * self.mlp_bias
-        layer += sum(self.qk_norm_sizes)
+        convolutions = len(self.conv_layers) * hidden * (4 * hidden + self.conv_taps)
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         gate = 0 if self.gate_threshold is None else hidden + 1
-        return self.stack_size * layer + embeddings + hidden + gate
+        layers = self.stack_size * layer + len(self.attention_layers) * attention + convolutions
+        return layers + embeddings + hidden + gate
 
 
 @dataclass(frozen=True)
@@ -363,6 +392,7 @@ class T5Config:
             raise ModelError(f"num_buckets: expected a multiple of 4, got {self.num_buckets}")
 
     num_loops = 1
+    conv_layers: ClassVar[tuple[int, ...]] = ()
     gate_threshold = None
 
     @property

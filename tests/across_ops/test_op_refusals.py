@@ -77,6 +77,9 @@ FREE = {
     ("sample_tokens", "round_tokens"): (1,),
     ("sample_tokens", "probs"): (0,),
     ("select_rows", "accepted"): (0,),
+    ("short_conv", "state"): (0, 1),
+    ("short_conv", "weight"): (0,),
+    ("short_conv", "page_table"): (1,),
     ("skinny_linear", "cos_sin"): (0,),
     ("unpack_weight", "packed"): (0,),
 }

@@ -239,6 +239,7 @@ REFUSED: dict[str, Refused] = {
          "positions -layer_ropes"),
         ({"cos_sin": cut(1)}, r"cos_sin: expected an even rotary_dim of at most head_d"),
         ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
+        ({"loop_slots": 1}, "layer_numbers: .* None with loop_slots, got a", "layer_numbers"),
     ),
     "pack_weight": (
         ({"blocks": cut(1)}, r"blocks: expected rows of whole blocks of \d+ bytes"),
@@ -320,6 +321,18 @@ REFUSED: dict[str, Refused] = {
     "select_rows": (
         ({"row": beyond("accepted")}, r"row: expected values in \[0, \d+\), got", "accepted"),
         ({"wanted": 1 << 40}, "wanted: expected a kind of 32 bits", "kind"),
+    ),
+    "short_conv": (
+        ({"slot_mapping": last(-2)}, r"slot_mapping: expected values in \[-1, \d+\), got -2"),
+        ({"slot_mapping": last(999)}, r"slot_mapping: expected values in \[-1, \d+\), got 999"),
+        ({"exit_layer": None}, "exit_layer: expected a tensor without out, got None", "exit_layer"),
+        ({"weight": None}, "weight: expected all or none of .*, got out, page_table", "weight"),
+        ({"weight": lambda t, _: t.new_zeros(9, t.shape[1])}, "weight: .* 1 to 8 taps, got 9"),
+        ({"weight": cut(0, 0)}, "weight: expected 1 to 8 taps, got 0"),
+        ({"state": lambda t, _: t.to(torch.float8_e4m3fn)},
+         "state: expected the model's dtype or bfloat16, got float8_e4m3fn"),
+        ({"seq_lens": last(999)}, "seq_lens: expected values in .*, got 999", "seq_lens"),
+        ({"page_table": full(-1)}, "page_table: expected entries in .*, got -1", "seq_lens"),
     ),
     "skinny_gated_linear": (
         *OF_PRODUCTS,

@@ -76,7 +76,8 @@ def greedy(oracle: Any, prompt: list[int]) -> list[int]:
 
 def head(oracle: Any, hidden: torch.Tensor) -> torch.Tensor:
     """The logits of a state, as transformers makes them after the last layer."""
-    logits = oracle.lm_head(oracle.model.norm(hidden)) / getattr(oracle.config, "logits_scaling", 1)
+    norm = getattr(oracle.model, "norm", None) or oracle.model.embedding_norm
+    logits = oracle.lm_head(norm(hidden)) / getattr(oracle.config, "logits_scaling", 1)
     cap = getattr(oracle.config, "final_logit_softcapping", None)
     return logits if cap is None else cap * (logits / cap).tanh()
 
@@ -282,7 +283,7 @@ def test_a_longrope_has_its_long_factors_where_texts_may_be_long(written: Any) -
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
-        *((family, {}) for family in ("gemma3", "olmo3", "phi3", "granite4", "ministral")),
+        *((family, {}) for family in ("gemma3", "olmo3", "phi3", "granite4", "ministral", "lfm2")),
         # layers that are all of one kind
         *(
             (family, {"layer_types": kinds})

@@ -61,6 +61,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("Olmo3ForCausalLM", "Olmo3Config", SIZES),
     ("GraniteForCausalLM", "GraniteConfig", SIZES),
     ("Phi3ForCausalLM", "Phi3Config", SIZES),
+    ("Lfm2ForCausalLM", "Lfm2Config", SIZES),
     ("T5ForConditionalGeneration", "T5Config", {**T5_SIZES, "vocab_size": 320}),
     ("MT5ForConditionalGeneration", "MT5Config", {**T5_SIZES, "vocab_size": 320}),
 ]
@@ -130,7 +131,7 @@ def expected(config: Any) -> dict[str, Any]:
         "num_kv_heads": config.num_key_value_heads,
         "head_dim": head_dim,
         "max_position": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
+        "rms_norm_eps": getattr(config, "norm_eps", None) or config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "mlp_bias": getattr(config, "mlp_bias", False),
         "output_bias": getattr(config, "attention_bias", False),

@@ -191,7 +191,11 @@ def fuzzed_call(m: Maker) -> Checked:
         "eps": 1e-5,
         **scales,
     }
-    if layers and m.chance():  # a looped model, with pages of each loop
+    if m.chance(0.3):  # some layers have no keys
+        numbers = m.shuffled(layers + 3)[:layers].sort().values
+        given["layer_numbers"] = m.placed(numbers.int())
+        given["exit_layer"] = m.placed(m.whole(layers + 4, tokens).int())
+    elif layers and m.chance():  # a looped model, with pages of each loop
         loops = m.one_of(*(count for count in (1, 2, 3, 4, 5) if cache[1] % count == 0))
         of_loop = given["loop_slots"] = cache[1] // loops * cache[2]
         given["exit_layer"] = m.placed((layers * m.whole(loops + 1, tokens)).int())

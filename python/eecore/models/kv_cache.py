@@ -1,5 +1,8 @@
 """The paged key/value cache of all layers: two tensors, so that a layer index is a stride.
 
+A convolution's layer has one row of its input for each position instead, in the same pages: so
+whatever happens to pages also happens to its state.
+
 A looped model's cache has the pages of all its loops, one loop after the other: page ``p`` of loop
 ``u`` is page ``u * num_pages + p`` of a layer, so that rows of a call can be in different loops.
 """
@@ -29,20 +32,25 @@ class KVCache:
     """Keys and values of every layer in pages; a slot is ``page * page_size + offset``."""
 
     k: Tensor
-    """[stack_size, num_loops * num_pages, page_size, num_kv_heads, head_dim]"""
+    """[layers with attention, num_loops * num_pages, page_size, num_kv_heads, head_dim]"""
     v: Tensor
-    """[stack_size, num_loops * num_pages, page_size, num_kv_heads, head_dim]"""
+    """[layers with attention, num_loops * num_pages, page_size, num_kv_heads, head_dim]"""
     key_scales: Tensor | None = None
-    """Float32 [stack_size, num_kv_heads], the scales of keys in float8; None: 1."""
+    """Float32 [layers with attention, num_kv_heads], scales of keys in float8; None: 1."""
     value_scales: Tensor | None = None
-    """Float32 [stack_size, num_kv_heads], the scales of values in float8; None: 1."""
+    """Float32 [layers with attention, num_kv_heads], scales of values in float8; None: 1."""
     of_head: KVCache | None = None
     """The keys and values of a draft head's own layers, in the same pages and slots; None without
     such a head."""
     num_loops: int = 1
     """How many times the layers run."""
+    states: Tensor | None = None
+    """[layers with a convolution, num_pages, page_size, hidden_size]; None without such layers."""
+    conv_layers: tuple[int, ...] = ()
+    """The numbers of the layers with a convolution, ascending."""
     layers: list[tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
     """Views (k, v) of each layer through all loops, [num_pages, page_size, num_kv_heads, head_dim].
+    For a layer with a convolution twice its states, [num_pages, page_size, hidden_size].
     """
     layer_scales: list[tuple[Tensor | None, Tensor | None]] = field(
         init=False, repr=False, compare=False
@@ -58,12 +66,17 @@ class KVCache:
             for loop in range(self.num_loops)
             for layer in zip(*(each.unbind(0) for each in self.loop(loop)), strict=True)
         ]
-        object.__setattr__(self, "layers", views)
         scales = [
             [None] * len(views) if each is None else [*each.unbind(0)] * self.num_loops
             for each in (self.key_scales, self.value_scales)
         ]
-        object.__setattr__(self, "layer_scales", list(zip(*scales, strict=True)))
+        layer_scales = list(zip(*scales, strict=True))
+        for index, layer in enumerate(self.conv_layers):
+            assert self.states is not None
+            views.insert(layer, (self.states[index],) * 2)
+            layer_scales.insert(layer, (None, None))
+        object.__setattr__(self, "layers", views)
+        object.__setattr__(self, "layer_scales", layer_scales)
         arrivals = torch.zeros(NUM_ARRIVALS, dtype=torch.int32, device=self.k.device)
         object.__setattr__(self, "arrivals", arrivals)
 
@@ -77,26 +90,36 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         scales: tuple[Tensor | None, Tensor | None] = (None, None),
+        state_dtype: torch.dtype | None = None,
     ) -> KVCache:
         """Uninitialised pages: no slot is read before it is written.
 
         On a CPU a page takes memory when it is first written: the first pages of each layer, which
         are used first, 4 KiB at a time, so that a short text does not take megabytes in every
         layer; other pages 2 MiB at a time where the system has pages of that size, which are read
-        faster. ``scales``: of keys and of values in float8.
+        faster. ``scales``: of keys and of values in float8. ``state_dtype``: of convolutions'
+        states, which are not in float8; None: ``dtype``.
 
         Raises:
             OutOfMemoryError: the pages do not fit into memory.
         """
         loops, of_token = config.num_loops, (config.num_kv_heads, config.head_dim)
-        shape = (config.num_layers // loops, loops * num_pages, page_size, *of_token)
+        convolutions = config.conv_layers
+        num_attending = config.num_layers // loops - len(convolutions)
+        shape = (num_attending, loops * num_pages, page_size, *of_token)
+        states = None
         try:
+            if convolutions:
+                of_states = (len(convolutions), num_pages, page_size, config.hidden_size)
+                states = _new_cache(of_states, device, state_dtype or dtype, 1)
             return cls(
                 k=_new_cache(shape, device, dtype, loops),
                 v=_new_cache(shape, device, dtype, loops),
                 key_scales=scales[0],
                 value_scales=scales[1],
                 num_loops=loops,
+                states=states,
+                conv_layers=convolutions,
             )
         except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
             tokens = num_pages * page_size
@@ -107,9 +130,13 @@ class KVCache:
             ) from error
 
     @staticmethod
-    def bytes_per_token(config: AnyModelConfig, dtype: torch.dtype) -> int:
+    def bytes_per_token(
+        config: AnyModelConfig, dtype: torch.dtype, state_dtype: torch.dtype | None = None
+    ) -> int:
         """Bytes that one token takes in the caches of all layers."""
-        return 2 * config.num_layers * config.kv_size * dtype.itemsize
+        convolutions = len(config.conv_layers)
+        kept = 2 * (config.num_layers - convolutions) * config.kv_size * dtype.itemsize
+        return kept + convolutions * config.hidden_size * (state_dtype or dtype).itemsize
 
     def loop(self, number: int) -> tuple[Tensor, Tensor]:
         """Views of the keys and values of all layers in a loop."""

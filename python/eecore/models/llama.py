@@ -49,14 +49,23 @@ class NormNames:
     """After attention."""
     mlp_post: str = "post_feedforward_layernorm"
     """After the MLP."""
+    queries: str = "self_attn.q_norm"
+    keys: str = "self_attn.k_norm"
 
 
 GEMMA_NORMS = NormNames(mlp="pre_feedforward_layernorm")
+LFM2_NORMS = NormNames(
+    attention="operator_norm",
+    mlp="ffn_norm",
+    queries="self_attn.q_layernorm",
+    keys="self_attn.k_layernorm",
+)
 OURO_NORMS = NormNames(attention_post="input_layernorm_2", mlp_post="post_attention_layernorm_2")
 NORM_NAMES = {
     "Gemma2ForCausalLM": GEMMA_NORMS,
     "Gemma3ForCausalLM": GEMMA_NORMS,
     "Gemma3ForConditionalGeneration": GEMMA_NORMS,
+    "Lfm2ForCausalLM": LFM2_NORMS,
     "OuroForCausalLM": OURO_NORMS,
 }
 """The names of norms in architectures that do not have the defaults of :class:`NormNames`."""
@@ -69,6 +78,38 @@ WHOLE_MATRICES = {
 }
 """Tensors that fill a whole field of :class:`LlamaWeights`, by architecture; other architectures
 store the field in parts, or under another name."""
+PART_NAMES = {
+    "Lfm2ForCausalLM": {
+        "self_attn.o_proj": "self_attn.out_proj",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }
+}
+"""The names of parts of fields in architectures that do not have Llama's, by Llama's."""
+FINAL_NORMS = {"Lfm2ForCausalLM": "model.embedding_norm.weight"}
+"""The names of the norm before the LM head that are not :data:`NORM`."""
+
+
+@dataclass(frozen=True)
+class Convolutions:
+    """The weights of short convolutions, each for all layers that have one."""
+
+    first: Matrix
+    """[num_convolutions, 3 * hidden_size, hidden_size]; rows of B, then of C, then of x."""
+    last: Matrix
+    """[num_convolutions, hidden_size, hidden_size]"""
+    taps: Tensor
+    """[num_convolutions, conv_taps, hidden_size], the oldest position first."""
+
+    def by_checkpoint_name(self, block: str, layers: tuple[int, ...]) -> dict[str, WeightView]:
+        """What the tensors of these layers fill; ``block``: the name of a layer."""
+        matrices = {"conv.in_proj": self.first, "conv.out_proj": self.last}
+        taps = {  # a checkpoint has the taps of each feature one after the other
+            f"{block.format(layer)}.conv.conv.weight": WeightView(taps.t()[:, None])
+            for layer, taps in zip(layers, self.taps, strict=True)
+        }
+        return taps | layer_views(block, matrices, {}, layers=layers)
 
 
 @dataclass(frozen=True)
@@ -91,17 +132,17 @@ class LlamaWeights:
     mlp_norm: Tensor | None
     """[num_layers, hidden_size], before the MLP."""
     qkv: Matrix
-    """[num_layers, q_size + 2 * kv_size, hidden_size]"""
+    """[layers with attention, q_size + 2 * kv_size, hidden_size]"""
     o: Matrix
-    """[num_layers, hidden_size, q_size]"""
+    """[layers with attention, hidden_size, q_size]"""
     gate_up: Matrix
     """[num_layers, 2 * intermediate_size, hidden_size]"""
     down: Matrix
     """[num_layers, hidden_size, intermediate_size]"""
     q_norm: Tensor | None
-    """[num_layers, head_dim], or [num_layers, q_size]"""
+    """[layers with attention, head_dim], or [num_layers, q_size]"""
     k_norm: Tensor | None
-    """[num_layers, head_dim], or [num_layers, kv_size]"""
+    """[layers with attention, head_dim], or [num_layers, kv_size]"""
     attention_post_norm: Tensor | None = None
     """[num_layers, hidden_size], after attention."""
     mlp_post_norm: Tensor | None = None
@@ -109,6 +150,7 @@ class LlamaWeights:
     gate: tuple[Tensor, Tensor] | None = None
     """The exit gate as a classifier of two classes, continue (whose logit is 0) and exit: weight
     float32 [2, hidden_size] and bias float32 [2]."""
+    convolutions: Convolutions | None = None
 
     @classmethod
     def empty(
@@ -135,6 +177,13 @@ class LlamaWeights:
             return new.tensor(layers, hidden) if are_there else None
 
         q_norm, k_norm = config.qk_norm_sizes
+        attending, convolutions = len(config.attention_layers), None
+        if count := len(config.conv_layers):
+            convolutions = Convolutions(
+                first=new.matrix("conv_first", count, 3 * hidden, hidden),
+                last=new.matrix("conv_last", count, hidden, hidden),
+                taps=new.tensor(count, config.conv_taps, hidden),
+            )
         gate = None
         if config.gate_threshold is not None:
             sizes = (2, hidden), (2,)
@@ -147,23 +196,24 @@ class LlamaWeights:
             mlp_norm=norms(config.pre_norm),
             qkv=new.matrix(
                 "qkv",
-                layers,
+                attending,
                 sum(qkv),
                 hidden,
                 parts=qkv,
                 cares=("usual", "more", "most"),
                 bias=config.attention_bias,
             ),
-            o=new.matrix("o", layers, hidden, config.q_size, bias=config.output_bias),
+            o=new.matrix("o", attending, hidden, config.q_size, bias=config.output_bias),
             gate_up=new.matrix(
                 "gate_up", layers, 2 * inner, hidden, parts=(inner, inner), bias=config.mlp_bias
             ),
             down=new.matrix("down", layers, hidden, inner, bias=config.mlp_bias),
-            q_norm=new.tensor(layers, q_norm) if q_norm else None,
-            k_norm=new.tensor(layers, k_norm) if k_norm else None,
+            q_norm=new.tensor(attending, q_norm) if q_norm else None,
+            k_norm=new.tensor(attending, k_norm) if k_norm else None,
             attention_post_norm=norms(config.post_norm),
             mlp_post_norm=norms(config.post_norm),
             gate=None if gate is None else (gate[0], gate[1]),
+            convolutions=convolutions,
         )
 
     def stacked(self) -> ops.DecoderWeights:
@@ -191,10 +241,15 @@ class LlamaWeights:
         whole = WHOLE_MATRICES.get(config.architecture, {})
         for name, field in whole.items():
             parts[field] = {name: getattr(self, field)}
-        matrices = {name: matrix for each in parts.values() for name, matrix in each.items()}
+        own = PART_NAMES.get(config.architecture, {})
+        attention, mlp = (
+            {own.get(name, name): matrix for field in both for name, matrix in parts[field].items()}
+            for both in (("qkv", "o"), ("gate_up", "down"))
+        )
         rows = {"self_attn.qkv_proj": {"q": q_size, "k": kv_size, "v": kv_size}}
         names = NORM_NAMES.get(config.architecture, NormNames())
-        norms = {"self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
+        of_heads = {names.queries: self.q_norm, names.keys: self.k_norm}
+        norms: dict[str, Tensor | None] = {}
         if config.pre_norm:
             norms |= {names.attention: self.attention_norm, names.mlp: self.mlp_norm}
         if config.post_norm:
@@ -202,14 +257,26 @@ class LlamaWeights:
             norms[names.mlp_post] = self.mlp_post_norm
         views = {
             embeddings: WeightView.of(self.embed_tokens, "most"),
-            NORM: WeightView(self.final_norm, offset=config.norm_offset),
+            final_norm_name(config): WeightView(self.final_norm, offset=config.norm_offset),
         }
         if not config.tie_word_embeddings:
             views[HEAD] = WeightView.of(self.lm_head, "most")
         if self.gate is not None:
             views |= {f"{GATE}.weight": WeightView(self.gate[0][1:])}
             views |= {f"{GATE}.bias": WeightView(self.gate[1][1:])}
-        return views | layer_views("model.layers.{}", matrices, norms, config.norm_offset, rows)
+        block, offset = "model.layers.{}", config.norm_offset
+        convolutions, attending = self.convolutions, config.attention_layers
+        if convolutions is None:
+            each = {**attention, **mlp}
+            return views | layer_views(block, each, {**of_heads, **norms}, offset, rows)
+        views |= layer_views(block, attention, of_heads, offset, rows, attending)
+        views |= layer_views(block, mlp, norms, offset, rows)
+        return views | convolutions.by_checkpoint_name(block, config.conv_layers)
+
+
+def final_norm_name(config: ModelConfig) -> str:
+    """The name of the final norm in a checkpoint."""
+    return FINAL_NORMS.get(config.architecture, NORM)
 
 
 class LlamaModel(Decoder):
@@ -236,10 +303,14 @@ class LlamaModel(Decoder):
         self.prompt_attention: PromptAttention | None = prompt_attention_of(self.device, self.dtype)
         """The attention of long chunks of prompts; None: eecore's kernels."""
         self._stacked = weights.stacked()
-        self._layers = self._stacked.unbind()
+        self._layers = self._by_layer()
         windows = torch.tensor(config.layer_windows, dtype=torch.int32)
         self._windows = windows if windows.any() else None
         self._kv = weights.qkv.rows(slice(config.q_size, None))
+
+    def _by_layer(self) -> list[ops.DecoderWeights]:
+        """The weights of each layer of the stack, as views."""
+        return self._stacked.unbind()
 
     def prepare(self, kv: KVCache, num_more: int = 0) -> None:
         """Compute the tables that recorded programs need for a cache; unrecorded calls do so

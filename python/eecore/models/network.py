@@ -24,20 +24,22 @@ def allocate_cache(network: Network, num_pages: int, page_size: int, dtype: torc
         OutOfMemoryError: the pages do not fit into memory.
     """
     own, device = _keys_of_head(network), network.device
-    kv = KVCache.allocate(network.config, num_pages, page_size, device=device, dtype=dtype)
+    other = _without_float8(network, dtype)
+    kv = KVCache.allocate(
+        network.config, num_pages, page_size, device=device, dtype=dtype, state_dtype=other
+    )
     if own is None:
         return kv
-    dtype = _dtype_of_head(network, dtype)
-    of_head = KVCache.allocate(own, num_pages, page_size, device=device, dtype=dtype)
+    of_head = KVCache.allocate(own, num_pages, page_size, device=device, dtype=other)
     return replace(kv, of_head=of_head)
 
 
 def bytes_per_token(network: Network, dtype: torch.dtype) -> int:
     """Bytes that one token takes in the caches of all layers, a draft head's included."""
-    own = _keys_of_head(network)
-    num_bytes = KVCache.bytes_per_token(network.config, dtype)
+    own, other = _keys_of_head(network), _without_float8(network, dtype)
+    num_bytes = KVCache.bytes_per_token(network.config, dtype, other)
     if own is not None:
-        num_bytes += KVCache.bytes_per_token(own, _dtype_of_head(network, dtype))
+        num_bytes += KVCache.bytes_per_token(own, other)
     return num_bytes
 
 
@@ -45,9 +47,9 @@ def _keys_of_head(network: Network) -> ModelConfig | None:
     return None if network.draft_head is None else network.draft_head.keys
 
 
-def _dtype_of_head(network: Network, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a head's cache for a model's cache of a dtype: the model's own in place of
-    float8, which needs scales that a head does not have.
+def _without_float8(network: Network, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a head's cache, and of the states of convolutions, for a model's cache of a
+    dtype: the model's own in place of float8, which needs scales that they do not have.
     """
     return network.dtype if dtype == torch.float8_e4m3fn else dtype
 

@@ -196,6 +196,7 @@ def layer_views(
     norms: Mapping[str, Tensor | None],
     norm_offset: float = 0.0,
     rows: Mapping[str, Mapping[str, int]] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> dict[str, WeightView]:
     """What the tensors of a stack of layers fill, by their names in a checkpoint.
 
@@ -207,6 +208,7 @@ def layer_views(
         norm_offset: added to each norm weight of the checkpoint.
         rows: for a matrix that holds several projections, the number of rows of each, by the last
             part of the name that the projection would have alone.
+        layers: the numbers of the layers; None: 0, 1, ...
     """
     by_layer: dict[str, list[WeightView]] = {}
     for name, matrix in matrices.items():
@@ -220,10 +222,10 @@ def layer_views(
     for name, norm in norms.items():
         if norm is not None:
             by_layer[f"{name}.weight"] = [WeightView(part, offset=norm_offset) for part in norm]
-    num_layers = len(next(iter(by_layer.values())))
+    numbers = range(len(next(iter(by_layer.values())))) if layers is None else layers
     return {
-        f"{block.format(layer)}.{name}": views[layer]
-        for layer in range(num_layers)
+        f"{block.format(layer)}.{name}": views[index]
+        for index, layer in enumerate(numbers)
         for name, views in by_layer.items()
     }
 

@@ -241,6 +241,7 @@ def kv_fill(
     value_scales: Tensor | None = None,
     layer_ropes: Tensor | None = None,
     loop_slots: int = 0,
+    layer_numbers: Tensor | None = None,
 ) -> None:
     """Fill the KV cache of the layers that each row skipped, all layers in one call.
 
@@ -272,6 +273,8 @@ def kv_fill(
             other: the slots of a loop. A row then fills all layers of every loop after those that
             ``exit_layer``, a multiple of num_layers, has run, counted from the loop that its slot
             is in; they are computed once.
+        layer_numbers: int32 [num_layers], ascending: the layers' numbers in ``exit_layer``, for a
+            model some of whose layers have no keys; None: 0, 1, ...
     """
     _kv_fill(
         hidden,
@@ -292,4 +295,5 @@ def kv_fill(
         value_scales,
         layer_ropes,
         loop_slots,
+        layer_numbers,
     )

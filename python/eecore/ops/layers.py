@@ -10,10 +10,11 @@ from torch import Tensor
 from eecore.ops.registered import compiled
 from eecore.ops.weights import Matrix, arguments_of, tables_of
 
-__all__ = ["CrossAttention", "DecoderWeights", "decoder_layers"]
+__all__ = ["CrossAttention", "DecoderWeights", "decoder_layers", "short_conv", "short_conv_fill"]
 
 # CPU only: it saves the waking of threads between kernels.
 _decoder_layers = compiled("decoder_layers", cpu_only=True)
+_short_conv = compiled("short_conv")
 
 
 class DecoderWeights(NamedTuple):
@@ -195,3 +196,59 @@ def decoder_layers(
         causal,
     )
     return out
+
+
+def short_conv(
+    bcx: Tensor,
+    state: Tensor,
+    slot_mapping: Tensor,
+    weight: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A gated convolution over the last positions of each sequence, feature by feature.
+
+    Each row of bcx has three parts, B, C and x. ``u = B * x``, rounded to the state's dtype, goes
+    to the row's slot, and ``out = C * sum(weight[k] * u of the position num_taps - 1 - k before)``
+    with u = 0 before the text. u of earlier positions is that of the call's own rows, and of
+    earlier calls what the pages hold, so a row's result does not depend on the cut of a text.
+    (LFM2.)
+
+    Args:
+        bcx: [num_tokens, 3 * hidden_size], any row stride.
+        state: [num_pages, page_size, hidden_size], contiguous, written; in the dtype of bcx, or
+            bfloat16 for float32 on a CPU.
+        slot_mapping: int64 [num_tokens]; slot -1 writes nothing.
+        weight: [num_taps, hidden_size], the oldest position first; 1 to 8 taps.
+        page_table: int32 [num_seqs, max_pages_per_seq].
+        seq_lens: int32 [num_seqs], positions, this call's included: row i of the n rows of a
+            sequence is at ``seq_lens - n + i``.
+        query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
+        out: [num_tokens, hidden_size], any row stride.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        out = torch.empty(len(bcx), state.shape[-1], dtype=bcx.dtype, device=bcx.device)
+    places = slot_mapping, weight, page_table, seq_lens, query_start_loc
+    _short_conv(bcx, state, *places, None, 0, out)
+    return out
+
+
+def short_conv_fill(
+    bcx: Tensor, state: Tensor, slot_mapping: Tensor, exit_layer: Tensor, layer: int
+) -> None:
+    """Write the states of a layer's :func:`short_conv` for the rows that skipped the layer.
+
+    Args:
+        bcx: [num_tokens, 3 * hidden_size], as there, from each row's exit state.
+        state: [num_pages, page_size, hidden_size], written.
+        slot_mapping: int64 [num_tokens]; slot -1 writes nothing.
+        exit_layer: int32 [num_tokens]; a row above ``layer`` writes nothing.
+        layer: the number of the layer.
+    """
+    _short_conv(bcx, state, slot_mapping, None, None, None, None, exit_layer, layer, None)

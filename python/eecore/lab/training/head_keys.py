@@ -26,12 +26,12 @@ def choose_attended(network: LlamaModel, count: int) -> Attended:
     These are its induction heads (Olsson et al. 2022): their queries ask where a token was before,
     and their values say what followed. At most ``count``, from layers that attend to whole texts
     and whose queries are rotated alike. None for a model that caps scores, which a head does not
-    learn.
+    learn, or that has layers without keys.
     """
     config = network.config
     whole = [layer for layer, window in enumerate(config.layer_windows) if not window]
     alike = {layer for layer in whole if network.rotate_alike((whole[0], layer))}
-    if config.attention_soft_cap is not None:
+    if config.attention_soft_cap is not None or config.conv_layers:
         return ()
     repeated = min(REPEATED, (config.max_position - 1) // 2)
     if repeated < 2:

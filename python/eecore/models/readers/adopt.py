@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 from eecore.config import AnyModelConfig
 from eecore.errors import ModelError
+from eecore.models.hybrid import HybridModel
 from eecore.models.llama import HEAD, LlamaWeights
 from eecore.models.network import Network
 from eecore.models.readers.checkpoint import (
@@ -99,8 +100,9 @@ class Adopted:
 
     Each tensor gets the memory of its part of the weights, as a storage of its own size, so that
     writing into it changes them at once, and saving it writes no other weights. If the
-    dtype differs, as for the position biases of a T5 in bfloat16, or an offset is added, as to the
-    norms of a Gemma, there is a copy instead, which :meth:`refresh` brings up to date.
+    dtype differs, as for the position biases of a T5 in bfloat16, an offset is added, as to the
+    norms of a Gemma, or the order of numbers differs, as for the taps of a convolution, there is a
+    copy instead, which :meth:`refresh` brings up to date.
 
     Args:
         tensors: parameters by their names in a Hugging Face checkpoint, on one device, in one
@@ -173,13 +175,17 @@ class Adopted:
         for name, tensor in self._tensors.items():
             if _is_copy(self._views[name], tensor):
                 self._views[name].fill(tensor)
-        if isinstance(network, T5Model):
+        if isinstance(network, (T5Model, HybridModel)):
             network.refresh()
 
 
 def _is_copy(view: WeightView, tensor: Tensor) -> bool:
     """Whether a view is a copy of its tensor, not the same memory."""
-    return view.offset != 0 or tensor.dtype != view.weight.dtype
+    return (
+        view.offset != 0
+        or tensor.dtype != view.weight.dtype
+        or not view.weight.is_contiguous()  # files hold contiguous tensors
+    )
 
 
 def _alone(view: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelE
 from eecore.files.json_fields import JsonFields
 from eecore.files.readable import kind_of
 from eecore.files.tensors import TensorFile, shown_name
-from eecore.models.llama import EMBEDDINGS, HEAD, NORM, LlamaWeights
+from eecore.models.llama import EMBEDDINGS, HEAD, LlamaWeights, final_norm_name
 from eecore.models.t5_weights import T5Weights
 from eecore.models.text.tokenizer import Tokenizer
 from eecore.models.weights import NewWeights, WeightView
@@ -259,8 +259,12 @@ def _names_of_text(names: list[str], drafts: bool) -> dict[str, str]:
 
 def embeddings_name(config: AnyModelConfig, checkpoint: StoredTensors) -> str:
     """The name of the embeddings in a checkpoint, which may be stored as a tied LM head."""
-    is_t5, there = isinstance(config, T5Config), checkpoint.names
-    names, norm = (T5_EMBEDDINGS, T5_NORM) if is_t5 else ((EMBEDDINGS,), NORM)
+    there = checkpoint.names
+    names: tuple[str, ...] = (EMBEDDINGS,)
+    if isinstance(config, T5Config):
+        names, norm = T5_EMBEDDINGS, T5_NORM
+    else:
+        norm = final_norm_name(config)
     if config.tie_word_embeddings and norm in there:  # otherwise not such a checkpoint
         names = (*names, HEAD)
     present = [name for name in names if name in there]

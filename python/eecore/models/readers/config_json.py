@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from eecore.config import (
     MAX_DISTANCE,
@@ -20,6 +21,7 @@ from eecore.config import (
     MAX_LAYERS,
     MAX_LOOPS,
     MAX_POSITIONS,
+    MAX_TAPS,
     MAX_VOCAB,
     NUM_BUCKETS,
     Activation,
@@ -55,6 +57,8 @@ ATTENTION = {
     "sliding_attention": "sliding_attention",
 }
 """The kinds of layers that run, by their names in layer_types."""
+OWN_NAMES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+"""Names in the files of Liquid, and those of transformers."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 T5_ARCHITECTURES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration")
 T5_ACTIVATIONS: dict[str, Activation] = {
@@ -205,6 +209,8 @@ def layers_config(fields: ConfigFields) -> ModelConfig:
 def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFields) -> ModelConfig:
     family = FAMILIES[architecture]
     fields = fields.replaced({**family.defaults, **fields.values})
+    if family.convolves:
+        fields = _without_own_names(fields)
     usual = family.defaults.get(family.activation, "silu")
     activation = fields.choice(family.activation, ACTIVATIONS, usual)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
@@ -227,6 +233,7 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
         "mlp_bias": biases.get("mlp_bias", False),
         "activation": ACTIVATIONS[activation],
         **_numbers(fields, family, hidden_size),
+        **_convolutions(fields, family, num_layers),
         **family.switches,
     }
     if family.loops:
@@ -240,12 +247,12 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
         architecture=architecture,
         num_layers=num_layers * num_loops,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer(family.inner_size, 1, MAX_INNER),
+        intermediate_size=_inner_size(fields, family),
         num_q_heads=num_q_heads,
         num_kv_heads=fields.integer("num_key_value_heads", 1, num_q_heads, num_q_heads),
         head_dim=head_dim,
         vocab_size=fields.integer("vocab_size", 2, MAX_VOCAB),
-        rms_norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, 1e-6),
+        rms_norm_eps=fields.number(family.norm_eps, 0.0, 1.0, 1e-6),
         max_position=max_position,
         ropes=ropes,
         layer_ropes=layer_ropes,
@@ -256,6 +263,52 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
         dtype=_dtype(fields),
         **settings,
     )
+
+
+def _without_own_names(fields: ConfigFields) -> ConfigFields:
+    """The fields under transformers' names, which the names of Liquid's own files win over."""
+    values = dict(fields.values)
+    for name, other in OWN_NAMES.items():
+        if values.get(name) is not None:
+            values[other] = values[name]
+    return fields.replaced(values)
+
+
+def _inner_size(fields: ConfigFields, family: Family) -> int:
+    """The size of the MLP; of a family with convolutions by default two thirds of the field, times
+    a factor, rounded up."""
+    size: int = fields.integer(family.inner_size, 1, MAX_INNER)
+    if not (family.convolves and fields.flag("block_auto_adjust_ff_dim", True)):
+        return size
+    size = int(2 * size / 3)
+    factor = fields.number("block_ffn_dim_multiplier", ABOVE_ZERO, FACTORS[1], None)
+    if factor is not None:
+        step = fields.integer("block_multiple_of", 1, MAX_INNER, 256)
+        size = step * -(-int(factor * size) // step)
+    if not 1 <= size <= MAX_INNER:
+        expected = f"a size that becomes 1 to {MAX_INNER}"
+        raise fields.wrong(family.inner_size, expected, fields.values[family.inner_size])
+    return size
+
+
+def _convolutions(fields: ConfigFields, family: Family, num_layers: int) -> dict[str, Any]:
+    """The layers with a convolution, and the positions that it sees."""
+    if not family.convolves:
+        return {}
+    kinds = fields.texts("layer_types", None, most=MAX_LAYERS)
+    if kinds is None:
+        most = num_layers - 1
+        attending = fields.integers("full_attn_idxs", 0, most, None, most=MAX_LAYERS)
+        layers = range(num_layers) if attending is None else attending
+        kinds = tuple("full_attention" if n in layers else "conv" for n in range(num_layers))
+    if len(kinds) != num_layers:
+        raise fields.wrong("layer_types", f"a list of {num_layers} kinds", list(kinds))
+    for kind in kinds:
+        if kind not in ("conv", "full_attention"):
+            raise fields.unsupported("layer_types", "conv, full_attention", kind)
+    layers = tuple(n for n, kind in enumerate(kinds) if kind == "conv")
+    taps = fields.integer("conv_L_cache", 1, MAX_TAPS, 3)
+    return {"conv_layers": layers, "conv_taps": taps if layers else 0}
 
 
 def _numbers(fields: ConfigFields, family: Family, hidden_size: int) -> dict[str, float]:

@@ -32,6 +32,8 @@ class Family:
     """The field of the MLP's activation."""
     inner_size: str = "intermediate_size"
     """The field of the MLP's size."""
+    norm_eps: str = "rms_norm_eps"
+    """The field of the epsilon of norms."""
     windows: Windows = "none"
     """Which layers have sliding windows: no layer; all; the last layers, if use_sliding_window is
     true; the layers in layer_types; the layers without a rotary embedding."""
@@ -50,6 +52,9 @@ class Family:
     is_hybrid: bool = False
     """Whether layers are Mamba layers unless layer_types says attention, and rotate only if
     position_embedding_type says so."""
+    convolves: bool = False
+    """Whether layers that layer_types calls conv have a short convolution, whose inner size and
+    tying may also have the names of Liquid's own files."""
     scales_embeddings: bool = False
     """Whether embeddings are multiplied by hidden_size**0.5."""
     loops: str = ""
@@ -208,6 +213,24 @@ FAMILIES: dict[str, Family] = {
         inner_size="shared_intermediate_size",
         is_hybrid=True,
     ),
+    "Lfm2ForCausalLM": Family(
+        {
+            "max_position_embeddings": 128000,
+            "num_key_value_heads": 8,
+            "norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        flags=frozenset(),
+        switches={"qk_norm": "head"},
+        norm_eps="norm_eps",
+        theta=1000000.0,
+        convolves=True,
+        unused=("conv_bias",),
+    ),
     "OuroForCausalLM": Family(
         {
             "max_position_embeddings": 32768,
@@ -296,7 +319,7 @@ _MISSING: dict[tuple[str, str], str] = {
     ): "deepseek glmdsa mistral4",
     ("attention sinks and a mixture of experts (MoE)", "MiMoForCausalLM"): "mimov2 mimo2",
     ("positions in images (mRoPE)", "Qwen3ForCausalLM"): "qwen2vl qwen25vl qwen3vl",
-    ("hybrid layers (short convolutions)", "Qwen3ForCausalLM"): "lfm2",
+    ("a mixture of experts (MoE)", "Lfm2ForCausalLM"): "lfm2moe",
     (
         "hybrid layers (Mamba)",
         "the dense Granite 4 (GraniteMoeHybridForCausalLM without Mamba layers)",

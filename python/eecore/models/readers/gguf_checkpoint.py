@@ -49,6 +49,8 @@ TENSOR_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
+TAPS = ".conv.conv.weight"
+"""The end of names of taps, [hidden_size, 1, conv_taps] in a checkpoint."""
 FLOATS = {"F32": torch.float32, "F16": torch.float32, "BF16": torch.bfloat16}
 """The dtypes that stored floats run in; float16 runs in float32, which loses nothing."""
 
@@ -94,7 +96,8 @@ class GGUFCheckpoint(StoredTensors):
         return self.file.path_of(self.stored_as[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.file.shape(self.stored_as[name])
+        shape = self.file.shape(self.stored_as[name])
+        return (shape[0], 1, *shape[1:]) if name.endswith(TAPS) else shape
 
     def dtype(self, name: str) -> torch.dtype:  # noqa: ARG002 (all tensors are dequantised)
         return torch.float32
@@ -114,6 +117,8 @@ class GGUFCheckpoint(StoredTensors):
     def tensor(self, name: str) -> Tensor:
         """A tensor in float32 as in a checkpoint: rows in its order, norms without the offset."""
         values = self._reordered(name, self.file.read(self.stored_as[name]))
+        if name.endswith(TAPS):
+            return values[:, None]
         offset = self.config.norm_offset
         return values - offset if offset and values.ndim == 1 else values
 
@@ -175,7 +180,7 @@ class GGUFCheckpoint(StoredTensors):
 
 def _checkpoint_name(file: GGUFFile, name: str) -> str:
     names = TENSOR_NAMES | dict(GGUF_FAMILIES[file.architecture].tensors)
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)
     if match is None or match[2] not in names:
         raise UnsupportedModelError(
             f"{file.path}: expected the tensors of a decoder, got {shown_name(name)}"

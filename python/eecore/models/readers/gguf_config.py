@@ -17,6 +17,7 @@ from eecore.config import (
     MAX_LAYERS,
     MAX_LOOPS,
     MAX_POSITIONS,
+    MAX_TAPS,
     RopeConfig,
 )
 from eecore.errors import CheckpointError, UnsupportedModelError
@@ -103,6 +104,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     # A field of the architecture that is not read may change what the model computes.
     read = {*FIELDS, *family.fields, *family.numbers}
     read |= set() if family.window is None else {WINDOW, PATTERN}
+    read |= {family.taps} - {""}
     for name, value in file.unread(f"{architecture}.", read).items():
         raise file.unsupported(shown_name(name), "are models without it", shown(value))
     if "token_embd.weight" not in file.names:
@@ -117,6 +119,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     bos, ends = special_token_ids(file, vocab_size)
     num_layers = own.integer("block_count", 1, MAX_LAYERS)
     rope, partial = _rope_parameters(file, own, family, head_dim, max_position)
+    eps = FAMILIES[family.architecture].norm_eps
     values = {
         "architectures": [family.architecture],
         "hidden_act": "silu",
@@ -124,11 +127,11 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         "intermediate_size": own.integer("feed_forward_length", 1, MAX_INNER),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": own.integer("attention.head_count_kv", 1, num_heads, num_heads),
+        "num_key_value_heads": num_heads,
         "head_dim": head_dim,
         "vocab_size": vocab_size,
         "max_position_embeddings": max_position,
-        "rms_norm_eps": _real(own, "attention.layer_norm_rms_epsilon", 0.0, 1.0),
+        eps: _real(own, "attention.layer_norm_rms_epsilon", 0.0, 1.0),
         "tie_word_embeddings": "output.weight" not in file.names,
         "attention_bias": architecture != "qwen2" and "blk.0.attn_q.bias" in file.names,
         "mlp_bias": "blk.0.ffn_up.bias" in file.names,
@@ -150,6 +153,11 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         if not own.flag("rope.scaling.finetuned", True):
             known = "is true, which rotates, for granite"
             raise file.unsupported("rope.scaling.finetuned", known, False)
+    if family.taps:
+        values |= _convolutions(own, family, num_layers, num_heads)
+    else:
+        kv_heads = own.integer("attention.head_count_kv", 1, num_heads, num_heads)
+        values["num_key_value_heads"] = kv_heads
     if family.large_layers:
         by_heads = num_layers == family.large_layers
         values["query_pre_attn_scalar"] = hidden_size / num_heads if by_heads else head_dim
@@ -163,6 +171,23 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         values[loops] = own.integer(loops, 1, MAX_LOOPS)
     values["model_type"] = model_type_of(values["architectures"][0])
     return values
+
+
+def _convolutions(
+    own: JsonFields, family: GGUFFamily, num_layers: int, num_heads: int
+) -> dict[str, Any]:
+    """The kinds of layers, by their numbers of key heads, and the sizes of both kinds."""
+    counts = own.integers("attention.head_count_kv", 0, num_heads, most=MAX_LAYERS)
+    different = sorted(set(counts) - {0})
+    if len(counts) != num_layers or len(different) != 1:
+        expected = f"{num_layers} numbers, 0 for a convolution and else the same"
+        raise own.wrong("attention.head_count_kv", expected, list(counts))
+    return {
+        "num_key_value_heads": different[0],
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "conv_L_cache": own.integer(family.taps, 1, MAX_TAPS),
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 def _add_windows(

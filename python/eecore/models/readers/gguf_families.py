@@ -32,6 +32,9 @@ class GGUFFamily:
     no field says; other models scale by head_dim**-0.5."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Tensors whose names differ from Llama's files, and their names in a checkpoint."""
+    taps: str = ""
+    """The field of the positions that a convolution sees; layers without key heads then have one.
+    """
     is_interleaved: bool = False
     """Whether rows of queries and keys are ordered for rotary embedding of neighbouring pairs."""
 
@@ -90,6 +93,24 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         "Phi3ForCausalLM",
         window=0,
         tensors={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
+    "lfm2": GGUFFamily(
+        "Lfm2ForCausalLM",
+        taps="shortconv.l_cache",
+        tensors={
+            "token_embd_norm": "model.embedding_norm",
+            "attn_norm": "operator_norm",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "attn_output": "self_attn.out_proj",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.conv": "conv.conv",
+            "shortconv.out_proj": "conv.out_proj",
+        },
     ),
     "mistral3": GGUFFamily(
         "Ministral3ForCausalLM",

@@ -192,6 +192,7 @@ SPLITS = {
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
     "falcon3": _LLAMA3,
+    "lfm2": _LLAMA3,
     "tekken": _Split(_TEKKEN, ignore_merges=True, add_bos=True),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,

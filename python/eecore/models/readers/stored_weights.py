@@ -45,6 +45,12 @@ FIELDS = {
     "shared_mlp.input_linear": "gate_up",
     "mlp.down_proj": "down",
     "shared_mlp.output_linear": "down",
+    "self_attn.out_proj": "o",
+    "feed_forward.w1": "gate_up",
+    "feed_forward.w3": "gate_up",
+    "feed_forward.w2": "down",
+    "conv.in_proj": "conv_first",
+    "conv.out_proj": "conv_last",
     "model.embed_tokens": "embed_tokens",
     "lm_head": "lm_head",
 }
