@@ -32,6 +32,7 @@ from eecore.models import Tokenizer
 
 KV_CACHE_TOKENS = 16384
 CONTEXT = 1024
+IN_THOUGHTS = eecore.ConfidentExit(0.9, part="thought")
 
 
 def prompts(tokenizer: Tokenizer, asked: Sequence[Chain]) -> list[list[int]]:
@@ -102,7 +103,7 @@ def compare(
     for batch in batches:
         turns = take_turns(
             {
-                name: partial(_turn, model, asked, batch, exit=exit, **options)
+                name: partial(_turn, model, asked, batch, **{"exit": exit, **options})
                 for name, options in modes.items()
             },
             rounds,
@@ -145,6 +146,10 @@ def measure(directory: Path, arguments: argparse.Namespace) -> Figures:
         },
         "probed, none ends early": {"think": replace(stop, threshold=math.inf)},
         "calibrated": {"think": stop},
+        "exits in the thought": {"exit": IN_THOUGHTS},
+        "calibrated, exits in the thought": {"think": stop, "exit": IN_THOUGHTS},
+        "full, auto": {"exit": "auto"},
+        "calibrated, auto": {"think": stop, "exit": "auto"},
     }
     rows = compare(
         model,
@@ -179,8 +184,8 @@ def markdown(result: Figures) -> str:
         ("faster than full", "{faster:.2f}x"),
     ]
     about = (
-        f"{result['model']}, {result['count']} questions of its test split, greedy, full depth, "
-        f"{result['dtype']}, {in_words(result)}, {result['threads']} thread(s). In a "
+        f"{result['model']}, {result['count']} questions of its test split, greedy, full depth but "
+        f"for exits and auto, {result['dtype']}, {in_words(result)}, {result['threads']} thread(s). In a "
         f"full thought the right answer stands after {result['stands_after']:.0%} of its tokens; "
         f"{result['corrected']:.0%} of the right answers are found by a check. {result['promise']}."
         " `python -m bench think --model bench/models/thinker`"
