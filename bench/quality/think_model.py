@@ -185,10 +185,11 @@ def markdown(result: Figures) -> str:
     ]
     about = (
         f"{result['model']}, {result['count']} questions of its test split, greedy, full depth but "
-        f"for exits and auto, {result['dtype']}, {in_words(result)}, {result['threads']} thread(s). In a "
-        f"full thought the right answer stands after {result['stands_after']:.0%} of its tokens; "
-        f"{result['corrected']:.0%} of the right answers are found by a check. {result['promise']}."
-        " `python -m bench think --model bench/models/thinker`"
+        f"for exits and auto, {result['dtype']}, {in_words(result)}, {result['threads']} "
+        "thread(s). In a full thought the right answer stands after "
+        f"{result['stands_after']:.0%} of its tokens; {result['corrected']:.0%} of the right "
+        f"answers are found by a check. {result['promise']}. "
+        "`python -m bench think --model bench/models/thinker`"
     )
     return f"{table_of(columns, result['rows'])}\n\n{about}"
 
