@@ -234,7 +234,8 @@ def after(tokens: list[int], verified: list[int], most: int, score: float = 0.5)
     scores = tuple(score + 0.01 * k for k in range(len(tokens)))
     source = SimpleNamespace(name="text", propose=lambda *_: (tokens, scores))
     draft = SimpleNamespace(sources=[source], guided=None)
-    work: Any = SimpleNamespace(sequence=SimpleNamespace(draft=draft), max_drafts=most)
+    sequence = SimpleNamespace(draft=draft, is_masked=False)
+    work: Any = SimpleNamespace(sequence=sequence, max_drafts=most)
     (found,) = proposals([work], [verified])
     return found[0] if found else NOTHING
 

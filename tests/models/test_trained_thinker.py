@@ -60,10 +60,10 @@ def test_full_and_early_thoughts_are_compared(capsys: pytest.CaptureFixture[str]
     think.main(["--model", str(DIRECTORY), *words])
     table, _, about = capsys.readouterr().out.strip().partition("\n\n")
     _, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
-    assert [row[1] for row in rows] == ["1"] * 4 + ["4"] * 4
+    assert [row[1] for row in rows] == ["1"] * 8 + ["4"] * 8
     full, budget, probed, calibrated = (float(row[4]) for row in rows[:4])
     assert full == probed > max(budget, calibrated)
-    assert [row[2:5] for row in rows[:4]] == [row[2:5] for row in rows[4:]]
+    assert [row[2:5] for row in rows[:8]] == [row[2:5] for row in rows[8:]]
     assert "4 questions" in about
 
 

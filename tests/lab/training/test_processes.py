@@ -172,3 +172,4 @@ def test_torchrun_trains_and_ctrl_c_of_one_process_ends_all(tmp_path: Path) -> N
 
 if __name__ == "__main__":
     all_runs(Path(sys.argv[1]))
+    torch.distributed.destroy_process_group()
