@@ -746,7 +746,7 @@ DECODING = (
     ),
     Mutant(
         "a-fill-numbers-attention-alone",
-        "python/eecore/models/hybrid.py",
+        "python/eecore/models/llama.py",
         "layer_numbers=self._attending,",
         "layer_numbers=None,",
         "tests/models/test_families.py -k lfm2",

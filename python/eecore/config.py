@@ -596,11 +596,6 @@ class SamplingParams:
         return made
 
     @property
-    def has_masks(self) -> bool:
-        """Whether only some tokens may be allowed: by a guide, or at the end of a thought."""
-        return not (self.guide is None and self.thinking_budget is None and self.think is None)
-
-    @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """Token ids, ascending, with the numbers to add to their logits."""
         return self.logit_bias if isinstance(self.logit_bias, tuple) else ()

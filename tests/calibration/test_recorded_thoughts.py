@@ -132,6 +132,10 @@ def test_the_command_writes_beside_the_model(
     assert output.stats.thought_contract == found.promise
     assert run(["calibrate", str(folder)]) == 2
     assert "--data: expected it, or --think in its place, got neither" in capsys.readouterr().err
+    assert run([*words, "--delta", ".1"]) == 2
+    assert "--delta: expected none with --think" in capsys.readouterr().err
+    assert run(["calibrate", str(folder), "--data", str(path), "--every", "9"]) == 2
+    assert "--every: expected none with --data" in capsys.readouterr().err
     path.write_text('{"question": ""}')
     assert run(words) != 0
     assert 'questions.jsonl:1: expected {"question": text, ...}' in capsys.readouterr().err

@@ -15,7 +15,7 @@ from eecore.cli.exit_options import MeasureOptions
 from eecore.cli.failures import UsageError
 from eecore.cli.files import check_out
 from eecore.cli.loading import ModelPath, check_path
-from eecore.cli.options import LoadOptions, option, takes_options
+from eecore.cli.options import LoadOptions, given_flags, option, takes_options
 
 if TYPE_CHECKING:
     from eecore.calibration_file import CalibrationStep
@@ -56,7 +56,6 @@ class Thoughts:
         min=1,
         show_default="2048, or what the context leaves",
     )
-
     every: int = option(64, "Fewest tokens between probes; fewer suit short thoughts.", min=1)
 
     @property
@@ -101,6 +100,11 @@ def calibrate(
         raise UsageError(
             f"--data: expected it, or --think in its place, got {'both' if data else 'neither'}"
         )
+    others = given_flags(thoughts)
+    if data is None:
+        others = given_flags(promise) + given_flags(measured) + ["--grid"] * (grid is not None)
+    if others:
+        raise UsageError(f"{others[0]}: expected none with {'--data' if data else '--think'}")
     if data is None:
         return _calibrate_thoughts(directory, thoughts, out, limit, loading)
     out = out or Path("calibration.json")

@@ -115,6 +115,16 @@ class EngineOptions(LoadOptions):
         }
 
 
+def given_flags(options: Any) -> list[str]:
+    """The flags of a dataclass of options whose values are not the defaults."""
+    given = (
+        each.name
+        for each in dataclasses.fields(options)
+        if getattr(options, each.name) != each.default
+    )
+    return ["--" + name.replace("_", "-") for name in given]
+
+
 def takes_options(command: Callable[..., int]) -> Callable[..., int]:
     """A command for typer, with dataclasses among its parameters turned into their options."""
     panels: dict[str, Any] = {}

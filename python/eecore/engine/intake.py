@@ -111,7 +111,8 @@ class Intake:
                 "ConfidentExit.part: expected 'all' for a model without markers of thoughts, got "
                 "'thought'"
             )
-        if sampling.has_masks or follows_thought:
+        ends_thought = sampling.thinking_budget is not None or sampling.think is not None
+        if guided is not None or ends_thought or follows_thought:
             after = self._after_thought(sequence, before, guided)
             draft_state(sequence, config.exit_layers, after)
             sequence.is_masked = after is not None

@@ -108,9 +108,8 @@ class TextStream:
         return self._with(decoded, decoder, decoded.num_tokens, piece, is_whole=True)
 
     def keep(self, decoded: Decoded) -> None:
-        """Store a decoded text, unless more tokens have been decoded since."""
-        if not self._decoded.is_whole and decoded.num_tokens >= self._decoded.num_tokens:
-            self._decoded = decoded
+        """Store the decoded text of a request with stop strings."""
+        self._decoded = decoded
 
     def shows(self, decoded: Decoded, *, final: bool) -> tuple[Piece, Shown]:
         """The new text that can be shown for certain, and the characters shown after it."""

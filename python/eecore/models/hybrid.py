@@ -34,14 +34,13 @@ class HybridModel(LlamaModel):
         self._taps = dict(zip(config.conv_layers, convolutions.taps.unbind(), strict=True))
         super().__init__(config, weights, source)
         attending = torch.tensor(config.attention_layers, dtype=torch.int32, device=self.device)
-        self._attending = attending
-        self._norms, self._norm_places = norms, attending.long()
-        self._fill_norm = norms[self._norm_places]
-        """[layers with attention, hidden_size], a copy."""
+        self._attending, self._norms = attending, norms
+        self._fill_norm = norms[attending]
 
     def refresh(self) -> None:
         """Bring up to date what is computed from the weights."""
-        torch.index_select(self._norms, 0, self._norm_places, out=self._fill_norm)
+        assert self._attending is not None
+        torch.index_select(self._norms, 0, self._attending, out=self._fill_norm)
 
     def _by_layer(self) -> list[ops.DecoderWeights]:
         """The weights of each layer; those of a convolution's layer have its projections in the
@@ -123,25 +122,8 @@ class HybridModel(LlamaModel):
         see :meth:`LlamaModel.fill_kv`. A convolution's state is its layer's own norm and
         projection of the exit state.
         """
-        cos_sin, layer_ropes = self.tables(kv)
-        if len(self._attending):
-            ops.kv_fill(
-                hidden,
-                exit_layer,
-                self._fill_norm,
-                self._kv,
-                kv.k,
-                kv.v,
-                slot_mapping,
-                k_norm_weight=self.weights.k_norm,
-                positions=positions,
-                cos_sin=cos_sin,
-                eps=self.config.rms_norm_eps,
-                key_scales=kv.key_scales,
-                value_scales=kv.value_scales,
-                layer_ropes=layer_ropes,
-                layer_numbers=self._attending,
-            )
+        if self.config.attention_layers:
+            super().fill_kv(hidden, exit_layer, kv, positions, slot_mapping)
         for index in self.config.conv_layers:
             layer = self._layers[index]
             ops.short_conv_fill(

@@ -282,6 +282,11 @@ def final_norm_name(config: ModelConfig) -> str:
 class LlamaModel(Decoder):
     """A decoder with rotary embedding, grouped-query attention and a gated MLP."""
 
+    _attending: Tensor | None = None
+    """Int32, the numbers of the layers with attention; None: all of them."""
+    _fill_norm: Tensor | None = None
+    """The attention norms of these layers; None: those of the weights."""
+
     def __init__(
         self, config: ModelConfig, weights: LlamaWeights, source: ModelSource | None = None
     ) -> None:
@@ -538,7 +543,7 @@ class LlamaModel(Decoder):
         ops.kv_fill(
             hidden,
             exit_layer,
-            self.weights.attention_norm,
+            self.weights.attention_norm if self._fill_norm is None else self._fill_norm,
             self._kv,
             kv.k,
             kv.v,
@@ -551,6 +556,7 @@ class LlamaModel(Decoder):
             value_scales=kv.value_scales,
             layer_ropes=layer_ropes,
             loop_slots=kv.loop_slots,
+            layer_numbers=self._attending,
         )
 
     @property

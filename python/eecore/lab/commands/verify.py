@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 from warnings import catch_warnings, simplefilter
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from eecore.cli.failures import UsageError
 from eecore.cli.loading import MODEL_HELP, check_path
-from eecore.cli.options import EngineOptions, takes_options
+from eecore.cli.options import EngineOptions, given_flags, takes_options
 from eecore.files.builtin import BUILTIN
 from eecore.files.texts import read_text
 
@@ -80,10 +80,9 @@ def verify(
     seed = random.getrandbits(32) if seed is None else seed
     ends = time.monotonic() + 60.0 * minutes if minutes else float("inf")
     if server is not None:
-        for each in fields(loading):
-            if each.name != "debug" and getattr(loading, each.name) != each.default:
-                flag = each.name.replace("_", "-")
-                raise UsageError(f"--{flag}: expected none with --server, which has its own")
+        for flag in given_flags(loading):
+            if flag != "--debug":
+                raise UsageError(f"{flag}: expected none with --server, which has its own")
         return _verify_server(server, model, lines, requests, max_tokens, seed, ends)
     loaded = loading.load(check_path(BUILTIN if model is None else model))
 
