@@ -140,6 +140,11 @@ class Exit:
         return int(getattr(self, "num_drafts", 0))
 
     @property
+    def follows_thoughts(self) -> bool:
+        """Whether it depends on where the thought before an answer ends."""
+        return False
+
+    @property
     def needs_head(self) -> bool:
         """Whether the policy needs a model with a draft head."""
         return False
@@ -409,6 +414,10 @@ class ConfidentExit(Exit):
             calibration = Calibration.load(calibration)
         calibration.check_classifier(None if classifier is None else classifier.sha256)
         return ConfidentExit(**calibration.settings, classifier=classifier, calibration=calibration)
+
+    @property
+    def follows_thoughts(self) -> bool:
+        return self.part == "thought"
 
     @property
     def needs_head(self) -> bool:

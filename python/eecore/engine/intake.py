@@ -10,7 +10,7 @@ from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.engine.text import TextStream
 from eecore.errors import ExitError, RequestError
 from eecore.exit_text import Policies, usual_exit
-from eecore.exits import ConfidentExit, Exit
+from eecore.exits import Exit
 from eecore.models import Network, Tokenizer
 from eecore.models.text.thinking import Thinking
 from eecore.planning.auto import best_exit_layers
@@ -105,14 +105,13 @@ class Intake:
         )
         before = prompt_ids if input_ids is None else []
         guided = None if sampling.guide is None else self.guides.follow(sampling.guide)
-        follows_thought = isinstance(policy, ConfidentExit) and policy.part == "thought"
-        if follows_thought and self.thinking is None:
+        if policy.follows_thoughts and self.thinking is None:
             raise ExitError(
-                "ConfidentExit.part: expected 'all' for a model without markers of thoughts, got "
-                "'thought'"
+                f"{type(policy).__name__}.part: expected 'all' for a model without markers of "
+                "thoughts, got 'thought'"
             )
         ends_thought = sampling.thinking_budget is not None or sampling.think is not None
-        if guided is not None or ends_thought or follows_thought:
+        if guided is not None or ends_thought or policy.follows_thoughts:
             after = self._after_thought(sequence, before, guided)
             draft_state(sequence, config.exit_layers, after)
             sequence.is_masked = after is not None

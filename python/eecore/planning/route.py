@@ -131,7 +131,7 @@ def make_route(policy: Exit, exit_layers: range, sampled: bool) -> Route:
             check=Check(policy.measure, policy.classifier),
             records=_records(policy.measure, points, exit_layers),
             together=policy.batch == "all",
-            in_thought=policy.part == "thought",
+            in_thought=policy.follows_thoughts,
             fills=True,
         )
     if isinstance(policy, SelfSpeculative):
