@@ -132,7 +132,7 @@ def test_one_refused_prompt_of_many_and_nothing_runs(
 def test_a_stream_that_is_not_read_is_put_on_hold(model: eecore.Model) -> None:
     expected = eecore.generate(model, PROMPTS[:2], sampling=LONG)
     order: list[str] = []
-    unread = eecore.stream(model, PROMPTS[:2], sampling=LONG, order=order)
+    unread = eecore.stream(model, PROMPTS[:2], exit="full", sampling=LONG, order=order)
     first = next(unread)
     engine = model.shared_engine().engine
     assert until(lambda: engine.num_held == 2)
