@@ -465,6 +465,47 @@ struct ShortConvParams {
 };
 inline RowCounts row_counts(ShortConvParams& p) { return {{&p.num_tokens}, {&p.num_seqs}}; }
 
+// A gated delta rule over the positions of each sequence. (Yang et al. 2024, eq. 10.)
+// The state of a sequence is in the entry `number - 1` of the three caches: S after the first
+// applied[entry] positions, and the rows of the positions after it, position p at p % num_kept.
+struct GatedDeltaParams {
+  const void* qkvz;  // [num_tokens, conv_size + value_size], row stride qkvz_stride: q, k, v, z
+  const void* ba;    // [num_tokens, 2 * num_value_heads], row stride ba_stride: b, a
+  float* state;      // [num_states, num_value_heads, num_tiles, key_dim, kDeltaTile]: feature
+                     // tile * kDeltaTile + i of the values; 0 beyond value_dim
+  void* rows;        // [num_states, num_kept, conv_size + 2 * num_value_heads]: q, k, v, b, a
+  int32_t* applied;  // [num_states, num_key_heads], positions in S of the values of a key head
+  const int32_t* states;  // [num_seqs, 2], row stride states_stride: the number of the state, 0 for
+                          // a row of padding; and how many positions of the text are certain
+  const void* taps;       // [num_taps, conv_size], oldest position first
+  const float* log_rate;  // [num_value_heads], A_log
+  const float* dt_bias;   // [num_value_heads]
+  const void* norm;       // [value_dim]
+  const int32_t* seq_lens;         // [num_seqs], positions, this call's included
+  const int32_t* query_start_loc;  // [num_seqs + 1]
+  const int32_t* exit_layer;       // [num_tokens], with `layer`, without out; else null
+  void* out;                       // [num_tokens, value_size], row stride out_stride, or null
+  int64_t num_tokens, num_seqs, num_key_heads, num_value_heads, key_dim, value_dim, num_taps;
+  int64_t num_kept, qkvz_stride, ba_stride, states_stride, out_stride;
+  int64_t layer;
+  float eps;
+  DType dtype;
+};
+// Columns of S that lie side by side.
+constexpr int64_t kDeltaTile = 32;
+inline RowCounts row_counts(GatedDeltaParams& p) { return {{&p.num_tokens}, {&p.num_seqs}}; }
+
+// out = x * sigmoid(gate), head by head.
+struct SigmoidGateParams {
+  const void* x;     // [num_tokens, num_heads, head_dim], contiguous
+  const void* gate;  // [num_tokens, num_heads, head_dim], strides gate_*_stride
+  void* out;         // [num_tokens, num_heads, head_dim], contiguous; may be x
+  int64_t num_tokens, num_heads, head_dim;
+  int64_t gate_token_stride, gate_head_stride;
+  DType dtype;
+};
+inline RowCounts row_counts(SigmoidGateParams& p) { return {{&p.num_tokens}, {}}; }
+
 // Takes one state per row through norm, K/V projection, k-norm and rotary of every layer >=
 // exit_layer[row].
 struct KvFillParams {

@@ -37,6 +37,7 @@ MAX_HIDDEN = 1 << 20
 MAX_INNER = 1 << 22
 MAX_HEADS = 1 << 14
 MAX_HEAD_DIM = 1 << 10
+MAX_DELTA_DIM = 256
 MAX_VOCAB = 1 << 30
 MAX_POSITIONS = 2**31 - 1
 MAX_STRETCH = 1e30
@@ -140,6 +141,46 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """Layers with a gated delta rule in place of attention. (Yang et al. 2024, "Gated Delta
+    Networks"; Qwen3.5.)"""
+
+    layers: Annotated[tuple[int, ...], wholes(0, MAX_LAYERS, most=MAX_LAYERS)]
+    """Their numbers from 0, ascending; at least one."""
+    num_key_heads: Heads
+    """Heads of queries and keys."""
+    num_value_heads: Heads
+    """A multiple of num_key_heads: as many value heads, side by side, share a key head."""
+    key_dim: Annotated[int, whole(1, MAX_DELTA_DIM)]
+    value_dim: Annotated[int, whole(1, MAX_DELTA_DIM)]
+    taps: Annotated[int, whole(1, MAX_TAPS)]
+    """Positions that the convolution over queries, keys and values sees, the row's own included."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, ModelError, "delta.")
+        if not self.layers or sorted(set(self.layers)) != list(self.layers):
+            raise ModelError(f"delta.layers: expected ascending numbers, got {shown(self.layers)}")
+        if self.num_value_heads % self.num_key_heads:
+            raise ModelError(
+                f"delta.num_value_heads: expected a multiple of num_key_heads="
+                f"{self.num_key_heads}, got {self.num_value_heads}"
+            )
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Features of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of one decoder; the defaults of the switches are Llama's."""
 
@@ -167,6 +208,9 @@ class ModelConfig:
     """A bias on the q, k and v projections."""
     output_bias: bool = False
     """A bias on attention's output projection."""
+    attention_gate: bool = False
+    """Whether the output of each query head is multiplied by the sigmoid of a gate, whose rows come
+    after those of the head's queries in the projection of the queries."""
     mlp_bias: bool = False
     qk_norm: Annotated[QKNorm, choice(*get_args(QKNorm))] = "none"
     """An RMS norm before the rotary embedding: over each query and key head ("head"), or over all
@@ -200,6 +244,8 @@ class ModelConfig:
     """Layers, from 0, whose first sublayer is a gated short convolution in place of attention."""
     conv_taps: Annotated[int, whole(0, MAX_TAPS)] = 0
     """Positions that a convolution sees, the row's own included; 0 without convolutions."""
+    delta: Annotated[DeltaConfig | None, instance(DeltaConfig)] = None
+    """The layers with a gated delta rule in place of attention; None: there are none."""
     num_loops: Annotated[int, whole(1, MAX_LOOPS)] = 1
     """How many times the stack of layers runs. A looped model has keys and values of each loop, the
     final norm at the end of each, and exits only there.
@@ -255,6 +301,15 @@ class ModelConfig:
             raise ModelError(f"conv_taps: expected {expected}, got {self.conv_taps}")
         if layers and self.num_loops > 1:
             raise ModelError(f"num_loops: expected 1 with conv_layers, got {self.num_loops}")
+        if self.delta is None:
+            return
+        if self.delta.layers[-1] >= self.num_layers or set(self.delta.layers) & set(layers):
+            raise ModelError(
+                f"delta.layers: expected numbers below num_layers={self.num_layers} that are not "
+                f"in conv_layers, got {shown(self.delta.layers)}"
+            )
+        if self.num_loops > 1:
+            raise ModelError(f"num_loops: expected 1 with delta.layers, got {self.num_loops}")
 
     def _check_ropes(self) -> None:
         dims = [rope.rotary_dim for rope in self.ropes]
@@ -287,8 +342,8 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers of the stack that have keys and values."""
-        convolutions = frozenset(self.conv_layers)
-        return tuple(layer for layer in range(self.stack_size) if layer not in convolutions)
+        others = {*self.conv_layers, *(self.delta.layers if self.delta else ())}
+        return tuple(layer for layer in range(self.stack_size) if layer not in others)
 
     @property
     def exit_layers(self) -> range:
@@ -303,8 +358,13 @@ class ModelConfig:
             raise ModelError(f"num_layers: expected one of {listed}, got {num_layers}")
         num_loops = num_layers // self.stack_size if self.num_loops > 1 else 1
         conv_layers = tuple(layer for layer in self.conv_layers if layer < num_layers)
+        delta = self.delta
+        if delta is not None:
+            kept = tuple(layer for layer in delta.layers if layer < num_layers)
+            delta = replace(delta, layers=kept) if kept else None
         return replace(
             self,
+            delta=delta,
             num_layers=num_layers,
             conv_layers=conv_layers,
             conv_taps=self.conv_taps if conv_layers else 0,
@@ -323,6 +383,11 @@ class ModelConfig:
         return self.num_q_heads * self.head_dim
 
     @property
+    def projected_q_size(self) -> int:
+        """Rows of the projection of queries, with those of their gates."""
+        return self.q_size * (1 + self.attention_gate)
+
+    @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
@@ -335,7 +400,7 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights and biases, each counted once."""
-        qkv_size = self.q_size + 2 * self.kv_size
+        qkv_size = self.projected_q_size + 2 * self.kv_size
         hidden, inner = self.hidden_size, self.intermediate_size
         attention = hidden * (qkv_size + self.q_size) + sum(self.qk_norm_sizes)
         attention += qkv_size * self.attention_bias + hidden * self.output_bias
@@ -345,6 +410,10 @@ class ModelConfig:
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         gate = 0 if self.gate_threshold is None else hidden + 1
         layers = self.stack_size * layer + len(self.attention_layers) * attention + convolutions
+        if (delta := self.delta) is not None:
+            projected = delta.conv_size + 2 * delta.value_size + 2 * delta.num_value_heads
+            others = delta.conv_size * delta.taps + 2 * delta.num_value_heads + delta.value_dim
+            layers += len(delta.layers) * (hidden * projected + others)
         return layers + embeddings + hidden + gate
 
 
@@ -393,6 +462,7 @@ class T5Config:
 
     num_loops = 1
     conv_layers: ClassVar[tuple[int, ...]] = ()
+    delta = None
     gate_threshold = None
 
     @property

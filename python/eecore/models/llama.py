@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eecore import ops
-from eecore.config import ModelConfig
+from eecore.config import DeltaConfig, ModelConfig
 from eecore.models.attention import AttentionBatch
 from eecore.models.decoder import Decoder, Multipliers
 from eecore.models.kv_cache import KVCache
@@ -113,6 +113,43 @@ class Convolutions:
 
 
 @dataclass(frozen=True)
+class Deltas:
+    """The weights of gated delta rules, each for all layers that have one."""
+
+    first: Matrix
+    """[num_deltas, conv_size + value_size, hidden_size]; rows of queries, keys, values, then of the
+    gates of the output."""
+    gates: Matrix
+    """[num_deltas, 2 * num_value_heads, hidden_size], floats; rows of beta, then of the decay."""
+    last: Matrix
+    """[num_deltas, hidden_size, value_size]"""
+    taps: Tensor
+    """[num_deltas, taps, conv_size], the oldest position first."""
+    log_rate: Tensor
+    """Float32 [num_deltas, num_value_heads], ``A_log``: decays are exp(-exp(log_rate) * ...)."""
+    dt_bias: Tensor
+    """Float32 [num_deltas, num_value_heads]"""
+    norm: Tensor
+    """[num_deltas, value_dim], of the output of a head."""
+
+    @classmethod
+    def empty(cls, config: DeltaConfig, hidden_size: int, new: NewWeights) -> Deltas:
+        """Uninitialised weights of the config's sizes."""
+        count, heads = len(config.layers), config.num_value_heads
+        parts = (config.conv_size, config.value_size)
+        gates = new.tensor(count, 2 * heads, hidden_size)
+        return cls(
+            first=new.matrix("delta_first", count, sum(parts), hidden_size, parts=parts),
+            gates=Matrix(gates),
+            last=new.matrix("delta_last", count, hidden_size, config.value_size),
+            taps=new.tensor(count, config.taps, config.conv_size),
+            log_rate=new.tensor(count, heads, dtype=torch.float32),
+            dt_bias=new.tensor(count, heads, dtype=torch.float32),
+            norm=new.tensor(count, config.value_dim),
+        )
+
+
+@dataclass(frozen=True)
 class LlamaWeights:
     """Every parameter; Q rows come before K rows before V rows, gate rows before up rows.
 
@@ -132,7 +169,7 @@ class LlamaWeights:
     mlp_norm: Tensor | None
     """[num_layers, hidden_size], before the MLP."""
     qkv: Matrix
-    """[layers with attention, q_size + 2 * kv_size, hidden_size]"""
+    """[layers with attention, projected_q_size + 2 * kv_size, hidden_size]"""
     o: Matrix
     """[layers with attention, hidden_size, q_size]"""
     gate_up: Matrix
@@ -151,6 +188,7 @@ class LlamaWeights:
     """The exit gate as a classifier of two classes, continue (whose logit is 0) and exit: weight
     float32 [2, hidden_size] and bias float32 [2]."""
     convolutions: Convolutions | None = None
+    deltas: Deltas | None = None
 
     @classmethod
     def empty(
@@ -165,7 +203,7 @@ class LlamaWeights:
             shared: another model's embeddings and LM head; None: new ones.
         """
         layers, hidden, inner = config.stack_size, config.hidden_size, config.intermediate_size
-        qkv = (config.q_size, config.kv_size, config.kv_size)
+        qkv = (config.projected_q_size, config.kv_size, config.kv_size)
         shape, tied = (config.vocab_size, hidden), config.tie_word_embeddings
         if shared is None:
             embeddings = new.matrix("embed_tokens", *shape, is_head=tied)
@@ -184,6 +222,7 @@ class LlamaWeights:
                 last=new.matrix("conv_last", count, hidden, hidden),
                 taps=new.tensor(count, config.conv_taps, hidden),
             )
+        deltas = None if config.delta is None else Deltas.empty(config.delta, hidden, new)
         gate = None
         if config.gate_threshold is not None:
             sizes = (2, hidden), (2,)
@@ -214,6 +253,7 @@ class LlamaWeights:
             mlp_post_norm=norms(config.post_norm),
             gate=None if gate is None else (gate[0], gate[1]),
             convolutions=convolutions,
+            deltas=deltas,
         )
 
     def stacked(self) -> ops.DecoderWeights:
@@ -224,7 +264,8 @@ class LlamaWeights:
         self, config: ModelConfig, embeddings: str = EMBEDDINGS
     ) -> dict[str, WeightView]:
         """What each tensor of a Hugging Face checkpoint fills, by the tensor's name."""
-        q_size, kv_size, inner = config.q_size, config.kv_size, config.intermediate_size
+        q_size, kv_size = config.projected_q_size, config.kv_size
+        inner = config.intermediate_size
         parts = {
             "qkv": {
                 "self_attn.q_proj": self.qkv.rows(slice(q_size)),
@@ -311,7 +352,7 @@ class LlamaModel(Decoder):
         self._layers = self._by_layer()
         windows = torch.tensor(config.layer_windows, dtype=torch.int32)
         self._windows = windows if windows.any() else None
-        self._kv = weights.qkv.rows(slice(config.q_size, None))
+        self._kv = weights.qkv.rows(slice(config.projected_q_size, None))
 
     def _by_layer(self) -> list[ops.DecoderWeights]:
         """The weights of each layer of the stack, as views."""
