@@ -92,4 +92,25 @@ inline void check_sequences(const Checker& check, const PagedAttentionParams& pa
           "query_start_loc: expected to end at num_tokens=", params.num_tokens);
 }
 
+// Every sequence must have at least as many positions as rows, and a state among those there are.
+inline void check_texts(const Checker& check, const GatedDeltaParams& params, int64_t num_states) {
+  if (!holds_values()) return;
+  const int32_t* starts = params.query_start_loc;
+  check.require(starts[0] == 0, "query_start_loc: expected to start at 0, got ", starts[0]);
+  for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
+    const int64_t num_rows = int64_t{starts[seq + 1]} - starts[seq];
+    const int64_t length = params.seq_lens[seq], number = params.states[seq * params.states_stride];
+    check.require(num_rows >= 0, "query_start_loc: expected ascending values, from ", starts[seq],
+                  " on, got ", starts[seq + 1], " for sequence ", seq);
+    check.require(num_rows == 0 || length >= num_rows, "seq_lens: expected at least the ", num_rows,
+                  " rows, got ", length, " for sequence ", seq);
+    check.require(number >= 0 && number <= num_states,
+                  "states: expected 0 for none, or a number up to num_states=", num_states,
+                  ", got ", number, " for sequence ", seq);
+  }
+  check.require(starts[params.num_seqs] == params.num_tokens,
+                "query_start_loc: expected to end at num_tokens=", params.num_tokens, ", got ",
+                starts[params.num_seqs]);
+}
+
 }  // namespace eecore

@@ -476,7 +476,8 @@ struct GatedDeltaParams {
   void* rows;        // [num_states, num_kept, conv_size + 2 * num_value_heads]: q, k, v, b, a
   int32_t* applied;  // [num_states, num_key_heads], positions in S of the values of a key head
   const int32_t* states;  // [num_seqs, 2], row stride states_stride: the number of the state, 0 for
-                          // a row of padding; and how many positions of the text are certain
+                          // none: the text begins with the call and nothing is kept; and how many
+                          // positions of the text are certain
   const void* taps;       // [num_taps, conv_size], oldest position first
   const float* log_rate;  // [num_value_heads], A_log
   const float* dt_bias;   // [num_value_heads]
@@ -493,6 +494,9 @@ struct GatedDeltaParams {
 };
 // Columns of S that lie side by side.
 constexpr int64_t kDeltaTile = 32;
+// Limits of the sizes: of key_dim and value_dim, and of num_taps.
+constexpr int64_t kMaxDeltaDim = 256;
+constexpr int64_t kMaxDeltaTaps = 8;
 inline RowCounts row_counts(GatedDeltaParams& p) { return {{&p.num_tokens}, {&p.num_seqs}}; }
 
 // out = x * sigmoid(gate), head by head.
@@ -781,6 +785,7 @@ inline RowCounts row_counts(SpeculativeAcceptParams&) { return {}; }
   X(exit_confidence_mlp, ExitConfidenceMlpParams) \
   X(exit_confidence_softmax, ExitConfidenceSoftmaxParams) \
   X(exit_rows, ExitRowsParams) \
+  X(gated_delta, GatedDeltaParams) \
   X(gather_states, GatherStatesParams) \
   X(kv_fill, KvFillParams) \
   X(pack_weight, PackWeightParams) \
@@ -790,6 +795,7 @@ inline RowCounts row_counts(SpeculativeAcceptParams&) { return {}; }
   X(sample_tokens, SampleTokensParams) \
   X(select_rows, SelectRowsParams) \
   X(short_conv, ShortConvParams) \
+  X(sigmoid_gate, SigmoidGateParams) \
   X(skinny_gated_linear, SkinnyGatedLinearParams) \
   X(skinny_linear, SkinnyLinearParams) \
   X(speculative_accept, SpeculativeAcceptParams) \

@@ -65,6 +65,8 @@ FREE = {
     ("exit_confidence_softmax", "lm_head_table"): (0,),
     ("exit_rows", "lm_head"): (0,),
     ("exit_rows", "lm_head_table"): (0,),
+    ("gated_delta", "rows"): (1,),
+    ("gated_delta", "taps"): (0,),
     ("gather_states", "states"): (1,),
     ("kv_fill", "cos_sin"): (0, 1),
     ("pack_weight", "packed"): (0,),

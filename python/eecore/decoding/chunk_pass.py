@@ -55,6 +55,8 @@ class ChunkRows:
     """The first row of each sequence, then the number of rows."""
     cross: tuple[Array, Array] | None
     """The page table and lengths of the encoded inputs; None without an encoder."""
+    states: Array | None = None
+    """The states of the sequences; None without any."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def given_fields(kind: DraftKind) -> dict[str, Field]:
         "max_drafts": (torch.int64, row),
         **({"num_given": (torch.int64, row)} if kind.path.is_given else {}),
         **(head_drafting_fields(sizes.num_rows, ahead) if ahead else {}),
-        "page_table": (torch.int32, (sizes.num_rows, sizes.num_pages)),
+        "page_table": (torch.int32, (sizes.num_rows, sizes.num_columns)),
         "thresholds": (torch.float32, row),
         "stop_tokens": (torch.int64, (sizes.num_rows, kind.num_stops)),
         "sampled": (torch.bool, row),

@@ -103,8 +103,9 @@ class DraftRows(Step):
             host.write(thresholds=_thresholds(rows))
         self._write_state(rows)
         pages = [sequence.pages for sequence in sequences]
+        states = [s.state_at for s in sequences] if self.sizes.has_states else None
         for prefix in ("", "open_"):
-            host.write_pages(f"{prefix}page_table", pages)
+            host.write_pages(f"{prefix}page_table", pages, states)
             if self.sizes.num_input_pages:
                 self._write_inputs(sequences, prefix)
         self.send()

@@ -91,6 +91,7 @@ class DraftStep(DraftRows):
             checked.last_seq_lens,
             self._draft_batch.query_start_loc,
             cross,
+            states=self.states_in(pages),
         )
         self._verify_batch = AttentionBatch(
             checked.positions,
@@ -99,6 +100,7 @@ class DraftStep(DraftRows):
             checked.seq_lens,
             checked.query_start_loc,
             cross,
+            states=self.states_in(pages),
         )
         head = model.draft_head
         if kind.taps and head is not None and head.keys is not None:

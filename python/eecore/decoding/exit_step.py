@@ -19,7 +19,7 @@ from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.head_drafts import HeadKeys
 from eecore.decoding.heads import KNOWN, HeadWork, head_fields, state_measure
-from eecore.decoding.memory import Array, Field, HostSide
+from eecore.decoding.memory import STATE_COLUMNS, Array, Field, HostSide
 from eecore.decoding.sampling import (
     DRAWS_TOKEN,
     NO_TOKEN,
@@ -108,7 +108,7 @@ class ExitStep(Step):
 
     def _given_fields(self) -> dict[str, Field]:
         num_rows = self.kind.sizes.num_rows
-        row = (num_rows,)
+        row, states = (num_rows,), self.kind.sizes.has_states
         return {
             "positions": (torch.int64, row),
             "slots": (torch.int64, row),
@@ -125,7 +125,8 @@ class ExitStep(Step):
             "exit_after": (torch.int32, row),
             "together": (torch.bool, row),
             "fills": (torch.bool, row),
-            **({"lens": (torch.int32, row)} if self.kind.taps else {}),
+            **({"lens": (torch.int32, row)} if self.kind.taps or states else {}),
+            **({"states": (torch.int32, (num_rows, STATE_COLUMNS))} if states else {}),
         }
 
     def _result_fields(self) -> dict[str, Field]:
@@ -222,9 +223,13 @@ class ExitStep(Step):
             slots.append(own[at // size] * size + at % size)
             lens.append(at + 1)
         self._write_places(tokens, positions, slots, lens, self._zeros)
-        if self._keys is not None:
+        states = [s.state_at for s in sequences] if self.sizes.has_states else None
+        if self._keys is not None or states is not None:
             host.write(lens=lens)
-        host.write_pages("open_page_table", pages)
+        if states is not None:
+            padding = [(0, 0)] * (self.sizes.num_rows - len(states))
+            host.write(states=[*states, *padding])
+        host.write_pages("open_page_table", pages, states)
         if self.sizes.num_input_pages:
             self._write_inputs(sequences, "open_")
         if self._checks:
@@ -302,8 +307,11 @@ class ExitStep(Step):
                 work = HeadWork(sampling_rows(given), given["positions"], DRAWS_TOKEN)
             self._heads.run(rows.hidden, rows.pending, results, control, work)
             if self.kind.fills:
+                texts = None
+                if self.sizes.has_states:
+                    texts = given["states"], given["lens"], self._batch.query_start_loc
                 self._model.fill_kv(
-                    rows.hidden, rows.fill_from, self._kv, given["positions"], given["slots"]
+                    rows.hidden, rows.fill_from, self._kv, given["positions"], given["slots"], texts
                 )
             if self._keys is not None:
                 batch = replace(  # as it was before the rows exited

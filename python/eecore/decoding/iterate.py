@@ -122,9 +122,11 @@ class Iterations:
             self._keyed = model.draft_head
             self._keyed.prepare(kv.of_head)
         model.prepare(kv)
-        self.ahead = run.returns_early if ahead is None else ahead
+        # Which positions of a text are certain, which a state needs, only the host knows.
+        has_states = kv.deltas is not None
+        self.ahead = (run.returns_early if ahead is None else ahead) and not has_states
         self.run = run
-        self._run_chunk = self._run_by_size if run.captures_chunks else None
+        self._run_chunk = self._run_by_size if run.captures_chunks and not has_states else None
         self.planner = Planner(model, torch.get_num_threads(), ahead=self.ahead)
         # Without launches ahead: the last exit step, and the last program of rounds, by whether a
         # draft head drafts after its rounds.

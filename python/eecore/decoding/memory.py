@@ -19,6 +19,8 @@ from eecore.models import CrossBatch
 from eecore.scheduling.sequence import Sequence
 
 ALIGNMENT = 16
+STATE_COLUMNS = 2
+"""Columns after a page table's pages where texts have states: :attr:`Sequence.state_at`."""
 # Formats of the struct module.
 FORMS = {torch.int64: "q", torch.int32: "i", torch.bool: "?"}
 
@@ -97,12 +99,17 @@ class HostSide:
         write = struct.Struct(form).pack_into
         return partial(write, self.bytes, begin - self.memory.data_ptr())
 
-    def write_pages(self, name: str, pages: list[Pages]) -> None:
-        """Write each row's pages into the table ``name``, which a run may change."""
+    def write_pages(
+        self, name: str, pages: list[Pages], states: list[tuple[int, int]] | None = None
+    ) -> None:
+        """Write each row's pages into the table ``name``, which a run may change.
+
+        ``states``: :attr:`Sequence.state_at` of each row, for the last columns of the table.
+        """
         table = self._tables.get(name)
         if table is None:
             table = self._tables[name] = _Table(self.arrays[name])
-        table.write(pages)
+        table.write(pages, states)
 
 
 class _Table:
@@ -112,9 +119,12 @@ class _Table:
         self._clean, self._written = np.zeros_like(table), list[Pages]([] for _ in table)
         self._source, self._target = self._clean.data.cast("B"), table.data.cast("B")
 
-    def write(self, pages: list[Pages]) -> None:
-        """Write each row's pages."""
+    def write(self, pages: list[Pages], states: list[tuple[int, int]] | None) -> None:
+        """Write each row's pages, and its state."""
         written = self._written
+        if states is not None:
+            self._clean[:, -STATE_COLUMNS:] = 0
+            self._clean[: len(states), -STATE_COLUMNS:] = states
         for i, own in enumerate(pages):
             if own != written[i]:
                 self._clean[i, : len(own)] = own

@@ -145,6 +145,9 @@ class Prefill:
         loops = np.repeat([chunk.loops for chunk in chunks], counts)
         self._reached = np.minimum(loops * self._stack, self._depths)  # layers that each row ran
         self._page_table = page_table([sequence.pages for sequence in sequences])
+        self._states: Array | None = None
+        if sequences[0].state:
+            self._states = np.array([self._state(chunk) for chunk in chunks], dtype=np.int32)
         self._keys: HeadKeys | None = None
         self._taps: tuple[int, ...] = ()
         self._tapped: dict[int, Tensor] = {}
@@ -162,12 +165,25 @@ class Prefill:
     def _chunk(self, work: Work) -> Chunk:
         sequence = work.sequence
         first, stop = sequence.num_computed, sequence.num_computed + work.num_tokens
+        if sequence.state and self._kv.state_reaches(sequence.state) > first:
+            first = 0  # the chunk has run already, and another request made that pass fail
         route, prompt = route_of(sequence, self._exit_layers), sequence.num_prompt_tokens
-        depths = [route.depth] * work.num_tokens
+        depths = [route.depth] * (stop - first)
         if route.fills:
             for position in range(max(first, prompt), stop):
                 depths[position - first] = sequence.kv_exit_layers[position - prompt]
-        return Chunk(sequence, first, stop, depths, sequence.pages)
+        if sequence.state:
+            # A state sums up the positions in their order, so that all have to exit alike.
+            depths = [*itertools.takewhile(depths[0].__eq__, depths)]
+        return Chunk(sequence, first, first + len(depths), depths, sequence.pages)
+
+    def _state(self, chunk: Chunk) -> tuple[int, int]:
+        """The state of a chunk's sequence. What a prompt has up to the last whole page is certain:
+        there another text may go on."""
+        number, certain = chunk.sequence.state_at
+        if chunk.sequence.parent is None:
+            certain = chunk.stop - chunk.stop % self._kv.page_size
+        return number, certain
 
     def run(self, most: int | None = None) -> list[Outcome]:
         """Run the pass, and return one outcome per work, in order.
@@ -300,8 +316,12 @@ class Prefill:
             return
         ends, slots = self._tensor(self._reached[index].astype(np.int32)), self._slots[index]
         positions = self._tensor(self._positions[index])
-        exited = states[self._tensor(index)]
-        self._model.fill_kv(exited, ends, self._kv, positions, self._tensor(slots))
+        exited, texts = states[self._tensor(index)], None
+        if self._states is not None:
+            batch = self._batch(self._rows(index))
+            assert batch.states is not None
+            texts = batch.states, batch.seq_lens, batch.query_start_loc
+        self._model.fill_kv(exited, ends, self._kv, positions, self._tensor(slots), texts)
 
     def _rows(self, index: Int64Array) -> ChunkRows:
         """The rows ``index``, ascending: one ragged entry per run of consecutive positions. Slots
@@ -320,6 +340,7 @@ class Prefill:
             (positions[starts[1:] - 1] + 1).astype(np.int32),
             starts.astype(np.int32),
             None if self._cross is None else (self._cross[0][owners], self._cross[1][owners]),
+            None if self._states is None else self._states[owners],
         )
 
     def _batch(self, rows: ChunkRows) -> AttentionBatch:
@@ -335,6 +356,7 @@ class Prefill:
             query_start_loc=self._tensor(rows.starts),
             cross=None if rows.cross is None else CrossBatch(*map(self._tensor, rows.cross)),
             chunks=chunks,
+            states=None if rows.states is None else self._tensor(rows.states),
         )
 
     def _add_tokens(self, outcomes: list[Outcome], emitting: list[int], hidden: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from eecore import ops
 from eecore.decoding.heads import GREEDY, LOGITS, Heads
 from eecore.decoding.memory import (
+    STATE_COLUMNS,
     Field,
     HostSide,
     TwinMemory,
@@ -48,6 +49,13 @@ class Sizes:
     """Maximum number of positions that a run computes of a row."""
     follows: bool
     """Whether rows may continue after the previous run."""
+    has_states: bool = False
+    """Whether rows have states beside their pages."""
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of a page table: pages, then states."""
+        return self.num_pages + (STATE_COLUMNS if self.has_states else 0)
 
 
 def sizes_for(rows: list[Row], positions: int, *, page_size: int, ahead: bool) -> Sizes:
@@ -70,6 +78,7 @@ def sizes_for(rows: list[Row], positions: int, *, page_size: int, ahead: bool) -
         head_sizes(sequences, positions),
         positions,
         ahead,
+        sequences[0].state > 0,
     )
 
 
@@ -139,7 +148,7 @@ class Step(ABC):
             "num_rows": (torch.int32, (1,)),
             **sampling_fields(num_rows, sizes.heads, self._fresh),
             # Changed by a run as rows become inactive.
-            "open_page_table": (torch.int32, (num_rows, sizes.num_pages)),
+            "open_page_table": (torch.int32, (num_rows, sizes.num_columns)),
             **cross_fields(num_rows, sizes.num_input_pages, "open_"),
             "row": (torch.int32, row),
             # Written for each run, together with the fields that each program adds after these.
@@ -180,7 +189,12 @@ class Step(ABC):
         device = self._model.device
         starts = torch.arange(self.sizes.num_rows + 1, dtype=torch.int32, device=device)
         where = active.positions, active.slot_mapping, active.page_table, active.seq_lens
-        return active, AttentionBatch(*where, starts, cross)
+        states = self.states_in(active.page_table)
+        return active, AttentionBatch(*where, starts, cross, states=states)
+
+    def states_in(self, page_table: Tensor) -> Tensor | None:
+        """The states of rows, as :class:`AttentionBatch` has them, beside their pages."""
+        return page_table[:, -STATE_COLUMNS:] if self.sizes.has_states else None
 
     def _write_rows(self, rows: list[Row]) -> None:
         """Write the columns that are kept for the same rows."""

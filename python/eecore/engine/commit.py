@@ -171,7 +171,7 @@ class Commits:
             elif text is not None:
                 piece = partial(text.show_up_to, len(sequence.output_ids))
             if publishes:
-                pages.publish(sequence)
+                pages.publish(sequence, after_chunk=not token_ids or is_first)
             if not token_ids and output is None:
                 continue
             surplus = len(sequence.pages) + -sequence.num_computed // pages.page_size

@@ -34,6 +34,7 @@ from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.prefix_cache import PrefixCache
 from eecore.scheduling.scheduler import Scheduler, Work
 from eecore.scheduling.sequence import Sequence, SequenceStatus
+from eecore.scheduling.states import StatePool
 from eecore.values import shown
 
 __all__ = ["Engine", "RunProgram"]
@@ -71,7 +72,10 @@ class Engine:
         self.network = network
         self.tokenizer = tokenizer
         dtype = cache_dtype(network, self.config.kv_cache_dtype)
-        kv = allocate_cache(network, self.config.num_pages, self.config.page_size, dtype)
+        self._num_states = 2 * self.config.max_num_seqs if network.config.delta else 0
+        kv = allocate_cache(
+            network, self.config.num_pages, self.config.page_size, dtype, self._num_states
+        )
         self.iterations = Iterations(
             network,
             kv,
@@ -381,7 +385,8 @@ class Engine:
         cache = None
         if self.has_prefix_cache:
             cache = PrefixCache(self.config.page_size, self.network.config.num_layers)
-        pages = PageAllocator(self.config.num_pages, self.config.page_size, cache)
+        states = StatePool(self._num_states, self.kv.copy_state) if self._num_states else None
+        pages = PageAllocator(self.config.num_pages, self.config.page_size, cache, states)
         self._flight = None
         keyed = self.kv.of_head is not None
         draft_keys = max_ahead(self.network.draft_head) + 1 if keyed else 0

@@ -57,6 +57,12 @@ class AttentionBatch:
     """False: a row sees all keys of its sequence, also at later positions."""
     chunks: Chunks | None = None
     """The chunks' lengths, known to the host, if every sequence has a chunk of a prompt."""
+    states: Tensor | None = None
+    """int32 [num_seqs, 2], see :func:`eecore.ops.gated_delta`; None for a model without states."""
+
+
+Texts = tuple[Tensor, Tensor, Tensor]
+"""``states``, ``seq_lens`` and ``query_start_loc`` of rows, see :class:`AttentionBatch`."""
 
 
 class LayerFlags:

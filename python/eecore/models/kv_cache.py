@@ -1,5 +1,7 @@
 """The paged key/value cache of all layers: two tensors, so that a layer index is a stride.
 
+A layer with a gated delta rule has a state of fixed size for each text, beside the pages.
+
 A convolution's layer has one row of its input for each position instead, in the same pages: so
 whatever happens to pages also happens to its state.
 
@@ -16,12 +18,15 @@ import torch
 from torch import Tensor
 
 from eecore import ops
-from eecore.config import AnyModelConfig
+from eecore.config import AnyModelConfig, DeltaConfig
 from eecore.errors import OutOfMemoryError
 
 # Counters for one attention call on a GPU: one for each tile and key head whose keys several blocks
 # share.
 NUM_ARRIVALS = 4096
+# Rows that a gated delta rule keeps of each text: those of a round with the most drafts that are
+# allowed, of a quarter that a fill leaves for later, and of the convolution.
+KEPT_ROWS = 96
 SMALL_BYTES = 1 << 20
 """Bytes at the beginning of each layer's keys, and of its values, that stay in the system's small
 pages."""
@@ -48,9 +53,15 @@ class KVCache:
     """[layers with a convolution, num_pages, page_size, hidden_size]; None without such layers."""
     conv_layers: tuple[int, ...] = ()
     """The numbers of the layers with a convolution, ascending."""
+    deltas: ops.DeltaState | None = None
+    """The states of the layers with a gated delta rule, each field with an axis of these layers
+    before its own; None without such layers."""
+    delta_layers: tuple[int, ...] = ()
+    """The numbers of these layers, ascending."""
     layers: list[tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
     """Views (k, v) of each layer through all loops, [num_pages, page_size, num_kv_heads, head_dim].
-    For a layer with a convolution twice its states, [num_pages, page_size, hidden_size].
+    For a layer with a convolution twice its states, [num_pages, page_size, hidden_size]; for one
+    with a gated delta rule twice its rows.
     """
     layer_scales: list[tuple[Tensor | None, Tensor | None]] = field(
         init=False, repr=False, compare=False
@@ -71,9 +82,11 @@ class KVCache:
             for each in (self.key_scales, self.value_scales)
         ]
         layer_scales = list(zip(*scales, strict=True))
-        for index, layer in enumerate(self.conv_layers):
-            assert self.states is not None
-            views.insert(layer, (self.states[index],) * 2)
+        convolutions = () if self.states is None else self.states
+        others = dict(zip(self.conv_layers, convolutions, strict=True))
+        others |= zip(self.delta_layers, self.deltas.rows if self.deltas else (), strict=True)
+        for layer, kept in sorted(others.items()):
+            views.insert(layer, (kept, kept))
             layer_scales.insert(layer, (None, None))
         object.__setattr__(self, "layers", views)
         object.__setattr__(self, "layer_scales", layer_scales)
@@ -91,6 +104,7 @@ class KVCache:
         dtype: torch.dtype,
         scales: tuple[Tensor | None, Tensor | None] = (None, None),
         state_dtype: torch.dtype | None = None,
+        num_states: int = 0,
     ) -> KVCache:
         """Uninitialised pages: no slot is read before it is written.
 
@@ -98,20 +112,24 @@ class KVCache:
         are used first, 4 KiB at a time, so that a short text does not take megabytes in every
         layer; other pages 2 MiB at a time where the system has pages of that size, which are read
         faster. ``scales``: of keys and of values in float8. ``state_dtype``: of convolutions'
-        states, which are not in float8; None: ``dtype``.
+        states, which are not in float8; None: ``dtype``. ``num_states``: texts that may have a
+        state in layers with gated delta rules.
 
         Raises:
             OutOfMemoryError: the pages do not fit into memory.
         """
         loops, of_token = config.num_loops, (config.num_kv_heads, config.head_dim)
         convolutions = config.conv_layers
-        num_attending = config.num_layers // loops - len(convolutions)
+        num_attending, delta = _num_attending(config), config.delta
         shape = (num_attending, loops * num_pages, page_size, *of_token)
         states = None
         try:
             if convolutions:
                 of_states = (len(convolutions), num_pages, page_size, config.hidden_size)
                 states = _new_cache(of_states, device, state_dtype or dtype, 1)
+            deltas = None
+            if delta is not None:
+                deltas = _new_deltas(delta, num_states, device, state_dtype or dtype)
             return cls(
                 k=_new_cache(shape, device, dtype, loops),
                 v=_new_cache(shape, device, dtype, loops),
@@ -120,6 +138,8 @@ class KVCache:
                 num_loops=loops,
                 states=states,
                 conv_layers=convolutions,
+                deltas=deltas,
+                delta_layers=() if delta is None else delta.layers,
             )
         except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
             tokens = num_pages * page_size
@@ -135,8 +155,34 @@ class KVCache:
     ) -> int:
         """Bytes that one token takes in the caches of all layers."""
         convolutions = len(config.conv_layers)
-        kept = 2 * (config.num_layers - convolutions) * config.kv_size * dtype.itemsize
+        attending = _num_attending(config) * config.num_loops
+        kept = 2 * attending * config.kv_size * dtype.itemsize
         return kept + convolutions * config.hidden_size * (state_dtype or dtype).itemsize
+
+    @staticmethod
+    def bytes_per_state(config: AnyModelConfig, dtype: torch.dtype) -> int:
+        """Bytes of a text's state in the layers with gated delta rules, for a model of a dtype."""
+        if config.delta is None:
+            return 0
+        made = _new_deltas(config.delta, 1, torch.device("meta"), dtype)
+        return sum(each.nbytes for each in made)
+
+    def state_of(self, layer: int) -> ops.DeltaState:
+        """The states of a layer with a gated delta rule."""
+        assert self.deltas is not None
+        place = self.delta_layers.index(layer)
+        return ops.DeltaState(*(each[place] for each in self.deltas))
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy a text's state in all layers, by numbers from 1."""
+        assert self.deltas is not None
+        for each in self.deltas:
+            each[:, target - 1].copy_(each[:, source - 1])
+
+    def state_reaches(self, number: int) -> int:
+        """The position after the last one that is summed up in a state."""
+        assert self.deltas is not None
+        return int(self.deltas.applied[:, number - 1].max())
 
     def loop(self, number: int) -> tuple[Tensor, Tensor]:
         """Views of the keys and values of all layers in a loop."""
@@ -158,6 +204,25 @@ class KVCache:
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
+
+
+def _num_attending(config: AnyModelConfig) -> int:
+    """Layers of the stack that have keys and values."""
+    others = len(config.conv_layers) + (len(config.delta.layers) if config.delta else 0)
+    return config.num_layers // config.num_loops - others
+
+
+def _new_deltas(
+    delta: DeltaConfig, num_states: int, device: torch.device, dtype: torch.dtype
+) -> ops.DeltaState:
+    tiles = -(-delta.value_dim // ops.DELTA_TILE)
+    layers, heads = (len(delta.layers), num_states), delta.num_value_heads
+    of_head = (heads, tiles, delta.key_dim, ops.DELTA_TILE)
+    return ops.DeltaState(
+        torch.empty(*layers, *of_head, device=device),
+        torch.empty(*layers, KEPT_ROWS, delta.conv_size + 2 * heads, device=device, dtype=dtype),
+        torch.zeros(*layers, delta.num_key_heads, device=device, dtype=torch.int32),
+    )
 
 
 def _new_cache(

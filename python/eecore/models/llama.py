@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import DeltaConfig, ModelConfig
-from eecore.models.attention import AttentionBatch
+from eecore.models.attention import AttentionBatch, Texts
 from eecore.models.decoder import Decoder, Multipliers
 from eecore.models.kv_cache import KVCache
 from eecore.models.prompt_attention import PromptAttention, Scores, prompt_attention_of
@@ -474,7 +474,12 @@ class LlamaModel(Decoder):
             return torch.tensor(values, dtype=torch.int32, device=self.device)
 
         return AttentionBatch(
-            positions, positions, numbers(0)[None], numbers(length), numbers(0, length)
+            positions,
+            positions,
+            numbers(0)[None],
+            numbers(length),
+            numbers(0, length),
+            states=numbers(0, 0)[None],
         )
 
     def queries(self, layer: int, hidden: Tensor) -> Tensor:
@@ -482,7 +487,9 @@ class LlamaModel(Decoder):
         head_dim]. Layers count from 0."""
         config, weights = self.config, self._layers[layer % self.config.stack_size]
         rows = self.linear(hidden, weights.qkv, norm=weights.attention_norm)
-        q, norm = rows[:, : config.q_size], weights.q_norm
+        q, norm = rows[:, : config.projected_q_size], weights.q_norm
+        if config.attention_gate:
+            q = q.view(len(rows), -1, 2, config.head_dim)[:, :, 0].reshape(len(rows), -1)
         if norm is not None and config.qk_norm == "projection":
             q = self.linear.normed(q, norm)
         q = q.reshape(len(rows), -1, config.head_dim)
@@ -571,6 +578,7 @@ class LlamaModel(Decoder):
         kv: KVCache,
         positions: Tensor,
         slot_mapping: Tensor,
+        texts: Texts | None = None,  # noqa: ARG002
     ) -> None:
         """Write keys and values of the layers that each row skipped, from its exit state.
 
@@ -578,7 +586,8 @@ class LlamaModel(Decoder):
         the layer's own norm, projection and rotary embedding. (Early-exit framework §3.2.) Rows of
         a looped model exit at the ends of loops, and the loops that a row skipped all get the same
         keys and values, which are computed once. There ``exit_layer`` counts from the loop that the
-        slot is in.
+        slot is in. ``texts``: of a model with states, the fields of :class:`AttentionBatch` that
+        say whose rows they are.
         """
         cos_sin, layer_ropes = self.tables(kv)
         ops.kv_fill(
@@ -653,28 +662,47 @@ class LlamaModel(Decoder):
             None if of_queries == of_keys else tables[of_queries],
             places,
         )
-        q = self.linear.into_cache(hidden, layer.qkv, layer.attention_norm, append)
+        q, gate = self._into_cache(hidden, layer, append)
         for_prompts = self.prompt_attention
         scores = Scores(self.attention_scale, config.layer_windows[of_stack], self._soft_cap)
         own_dtype = k_cache.dtype == q.dtype
         if for_prompts is not None and batch.chunks and own_dtype and for_prompts.takes(scores):
             attended = for_prompts(q, k_cache, v_cache, batch.page_table, batch.chunks, scores)
-            return self._projected(attended, layer.o, hidden, layer.attention_post_norm)
-        attended = ops.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            batch.page_table,
-            batch.seq_lens,
-            batch.query_start_loc,
-            scale=self.attention_scale,
-            soft_cap=self._soft_cap,
-            causal=batch.causal,
-            sliding_window=config.layer_windows[of_stack],
-            fixed_split_size=self._keys_per_split,
-            arrivals=kv.arrivals,
-            key_scales=key_scales,
-            value_scales=value_scales,
-            constant_places=True,
-        )
+        else:
+            attended = ops.paged_attention(
+                q,
+                k_cache,
+                v_cache,
+                batch.page_table,
+                batch.seq_lens,
+                batch.query_start_loc,
+                scale=self.attention_scale,
+                soft_cap=self._soft_cap,
+                causal=batch.causal,
+                sliding_window=config.layer_windows[of_stack],
+                fixed_split_size=self._keys_per_split,
+                arrivals=kv.arrivals,
+                key_scales=key_scales,
+                value_scales=value_scales,
+                constant_places=True,
+            )
+        if gate is not None:
+            attended = ops.sigmoid_gate(attended.contiguous(), gate)
         return self._projected(attended, layer.o, hidden, layer.attention_post_norm)
+
+    def _into_cache(
+        self, hidden: Tensor, layer: ops.DecoderWeights, append: ops.AppendKv
+    ) -> tuple[Tensor, Tensor | None]:
+        """Queries of rows, [num_rows, num_q_heads, head_dim], and the gates of attention's output,
+        if there are any; keys and values go to the cache."""
+        config = self.config
+        if not config.attention_gate:
+            return self.linear.into_cache(hidden, layer.qkv, layer.attention_norm, append), None
+        rows = self.linear(hidden, layer.qkv, norm=layer.attention_norm)
+        sizes = (config.projected_q_size, config.kv_size, config.kv_size)
+        q, k, v = (
+            each.view(len(rows), -1, config.head_dim) for each in rows.split_with_sizes(sizes, 1)
+        )
+        q, gate = q.view(len(rows), -1, 2, config.head_dim).unbind(2)
+        ops.append_kv(q, k, v, **append._asdict(), eps=self._eps)
+        return q, gate

@@ -17,8 +17,11 @@ from eecore.models.t5 import T5Model
 Network = LlamaModel | T5Model
 
 
-def allocate_cache(network: Network, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache:
-    """Pages for the layers of a model, and for the layers of its draft head if it has any.
+def allocate_cache(
+    network: Network, num_pages: int, page_size: int, dtype: torch.dtype, num_states: int = 0
+) -> KVCache:
+    """Pages for the layers of a model, and for the layers of its draft head if it has any; and
+    ``num_states`` states of texts, where layers have them.
 
     Raises:
         OutOfMemoryError: the pages do not fit into memory.
@@ -26,7 +29,13 @@ def allocate_cache(network: Network, num_pages: int, page_size: int, dtype: torc
     own, device = _keys_of_head(network), network.device
     other = _without_float8(network, dtype)
     kv = KVCache.allocate(
-        network.config, num_pages, page_size, device=device, dtype=dtype, state_dtype=other
+        network.config,
+        num_pages,
+        page_size,
+        device=device,
+        dtype=dtype,
+        state_dtype=other,
+        num_states=num_states,
     )
     if own is None:
         return kv

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import T5Config
-from eecore.models.attention import AttentionBatch, CrossBatch
+from eecore.models.attention import AttentionBatch, CrossBatch, Texts
 from eecore.models.decoder import Decoder
 from eecore.models.kv_cache import KVCache
 from eecore.models.source import ModelSource
@@ -127,6 +127,7 @@ class T5Model(Decoder):
         kv: KVCache,
         positions: Tensor,  # noqa: ARG002 (no rotary embedding)
         slot_mapping: Tensor,
+        texts: Texts | None = None,  # noqa: ARG002 (no states)
     ) -> None:
         """Write the decoder's keys and values of the layers that each row skipped.
 

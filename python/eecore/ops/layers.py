@@ -10,11 +10,25 @@ from torch import Tensor
 from eecore.ops.registered import compiled
 from eecore.ops.weights import Matrix, arguments_of, tables_of
 
-__all__ = ["CrossAttention", "DecoderWeights", "decoder_layers", "short_conv", "short_conv_fill"]
+__all__ = [
+    "DELTA_TILE",
+    "CrossAttention",
+    "DecoderWeights",
+    "DeltaState",
+    "DeltaWeights",
+    "decoder_layers",
+    "gated_delta",
+    "gated_delta_fill",
+    "short_conv",
+    "short_conv_fill",
+    "sigmoid_gate",
+]
 
 # CPU only: it saves the waking of threads between kernels.
 _decoder_layers = compiled("decoder_layers", cpu_only=True)
 _short_conv = compiled("short_conv")
+_gated_delta = compiled("gated_delta")
+_sigmoid_gate = compiled("sigmoid_gate")
 
 
 class DecoderWeights(NamedTuple):
@@ -252,3 +266,126 @@ def short_conv_fill(
         layer: the number of the layer.
     """
     _short_conv(bcx, state, slot_mapping, None, None, None, None, exit_layer, layer, None)
+
+
+DELTA_TILE = 32
+"""Features of the values that lie side by side in a state."""
+
+
+class DeltaState(NamedTuple):
+    """What a layer's gated delta rule keeps of each text, one entry a text."""
+
+    state: Tensor
+    """float32 [num_states, num_value_heads, ceil(value_dim / 32), key_dim, 32]: S of each head, in
+    tiles of 32 features of the values."""
+    rows: Tensor
+    """[num_states, num_kept, conv_size + 2 * num_value_heads], in the model's dtype: the row (q, k,
+    v, b, a) of position p at ``p % num_kept``. conv_size is that of q, k and v together."""
+    applied: Tensor
+    """int32 [num_states, num_key_heads]: how many positions S has; the next ones are in rows."""
+
+
+class DeltaWeights(NamedTuple):
+    """The weights of a layer's gated delta rule, without its projections."""
+
+    taps: Tensor
+    """[num_taps, conv_size], the oldest position first; 1 to 8 taps."""
+    log_rate: Tensor
+    """float32 [num_value_heads], the logarithm of the decay's rate."""
+    dt_bias: Tensor
+    """float32 [num_value_heads]"""
+    norm: Tensor
+    """[value_dim], RMS norm of each head's output."""
+
+
+def gated_delta(
+    qkvz: Tensor,
+    ba: Tensor,
+    kept: DeltaState,
+    states: Tensor,
+    weights: DeltaWeights,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A gated delta rule over the positions of each text, head by head.
+
+    q, k and v pass a causal convolution over num_taps positions, feature by feature, and SiLU; q
+    and k are scaled to length 1 and q by ``key_dim ** -0.5``. With ``beta = sigmoid(b)`` and
+    ``decay = exp(-exp(log_rate) * softplus(a + dt_bias))``, in float32,
+
+        S = decay * S + outer(k, beta * (v - decay * S^T k));  out = norm(S^T q) * silu(z)
+
+    with S = 0 before the text. (Yang et al. 2024, "Gated Delta Networks", equation 10.)
+
+    S holds the positions that are certain, and the rows of the next ones are kept: a call first
+    repeats these. So positions that turn out wrong, as rejected drafts, leave no trace when later
+    calls give other rows for them, and a position's result depends neither on the cut of a text
+    nor on when it became certain. At most ``num_kept - 8`` positions may be kept that are not in S.
+
+    Args:
+        qkvz: [num_tokens, conv_size + num_value_heads * value_dim], any row stride: q, k, v, z.
+        ba: [num_tokens, 2 * num_value_heads], any row stride: b, a.
+        kept: written.
+        states: int32 [num_seqs, 2]: the number of each text's entry in ``kept``, from 1, or 0 for
+            none, so that the text begins with the call and nothing is kept; and how many of its
+            positions are certain, this call's included.
+        weights: the layer's own.
+        seq_lens: int32 [num_seqs], positions, this call's included: row i of the n rows of a text
+            is at ``seq_lens - n + i``. A text whose first row is at 0 begins anew.
+        query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
+        eps: epsilon of the norm of the output.
+        out: [num_tokens, num_value_heads * value_dim], any row stride.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        size = weights.log_rate.shape[0] * weights.norm.shape[0]
+        out = torch.empty(len(qkvz), size, dtype=qkvz.dtype, device=qkvz.device)
+    _gated_delta(qkvz, ba, *kept, states, *weights, seq_lens, query_start_loc, None, 0, eps, out)
+    return out
+
+
+def gated_delta_fill(
+    qkvz: Tensor,
+    ba: Tensor,
+    kept: DeltaState,
+    states: Tensor,
+    weights: DeltaWeights,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    exit_layer: Tensor,
+    layer: int,
+) -> None:
+    """Keep the rows of a layer's :func:`gated_delta` for texts that skipped the layer.
+
+    S follows when a quarter of the rows that can be kept are not in it.
+
+    Args:
+        qkvz: as there, from each row's exit state; z is not read.
+        exit_layer: int32 [num_tokens]; a text whose first row is above ``layer`` is left alone.
+        layer: the number of the layer.
+    """
+    _gated_delta(
+        qkvz, ba, *kept, states, *weights, seq_lens, query_start_loc, exit_layer, layer, 0.0, None
+    )
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``x * sigmoid(gate)``: attention's output times a gate. (Qwen3.5.)
+
+    Args:
+        x: [num_tokens, num_heads, head_dim], contiguous.
+        gate: [num_tokens, num_heads, head_dim], any strides of tokens and heads.
+        out: [num_tokens, num_heads, head_dim], contiguous; ``x`` itself, or apart from it.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _sigmoid_gate(x, gate, out)
+    return out

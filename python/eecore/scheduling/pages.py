@@ -8,6 +8,7 @@ from itertools import takewhile
 
 from eecore.scheduling.prefix_cache import PrefixCache
 from eecore.scheduling.sequence import Sequence
+from eecore.scheduling.states import StatePool
 
 
 class PageAllocator:
@@ -22,11 +23,19 @@ class PageAllocator:
 
     Args:
         cache: the contents of pages; None: pages are not shared.
+        states: the states of texts beside their pages; None: there are none.
     """
 
-    def __init__(self, num_pages: int, page_size: int, cache: PrefixCache | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        cache: PrefixCache | None = None,
+        states: StatePool | None = None,
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.states = states
         self._cache = cache
         self._free = list(range(num_pages - 1, -1, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()
@@ -97,19 +106,44 @@ class PageAllocator:
     def share(self, sequence: Sequence) -> list[int]:
         """Cached pages of the first positions that a sequence has to compute; it owns them, too."""
         found = [] if self._cache is None else self._cache.find(sequence)
+        if found and self.states is not None:
+            known, keys = len(found), sequence.page_keys
+            while found and keys[len(found) - 1] not in self.states:
+                found.pop()
+            sequence.keep_at = known * self.page_size if len(found) < known else 0
         for page in found:
             self._owners[page] = self._owners.get(page, 0) + 1
             self._kept.pop(page, None)
         return found
 
-    def publish(self, sequence: Sequence) -> None:
-        """Let other sequences share what a sequence has computed, as far as it is exact."""
-        if self._cache is not None:
-            self._cache.publish(sequence, takewhile(self.is_exact, sequence.pages))
+    def publish(self, sequence: Sequence, *, after_chunk: bool = False) -> None:
+        """Let other sequences share what a sequence has computed, as far as it is exact.
+
+        Args:
+            sequence: a sequence.
+            after_chunk: whether the last positions were a chunk of its prompt.
+        """
+        if self._cache is None:
+            return
+        exact = list(takewhile(self.is_exact, sequence.pages))
+        self._cache.publish(sequence, exact)
+        count, at = sequence.num_computed // self.page_size, sequence.num_computed
+        is_end = at in (sequence.keep_at, sequence.prefill_target, sequence.num_prompt_tokens)
+        if self.states is not None and after_chunk and is_end and 0 < count <= len(exact):
+            self.states.keep(sequence.page_keys[count - 1], sequence.state)
+
+    def begin_state(self, sequence: Sequence, num_cached: int) -> None:
+        """Give a sequence a state, that of its cached pages if there are any."""
+        if self.states is not None:
+            beginning = sequence.page_keys[num_cached - 1] if num_cached else None
+            sequence.state = self.states.take(beginning)
 
     def release(self, sequence: Sequence) -> None:
         """Take all pages from a sequence."""
         self.free([*sequence.pages, *sequence.input_pages])
+        if self.states is not None and sequence.state:
+            self.states.give_back(sequence.state)
+            sequence.state = 0
         if self._cache is not None:
             # Pages of other sequences with the same contents count as used as well.
             for page in reversed(self._cache.of(sequence)):

@@ -189,7 +189,10 @@ class Scheduler:
             return Work(sequence, 1, _required_drafts(sequence))
         left = sequence.prefill_target - sequence.num_computed
         budget = max(1, budget - sequence.tokens_to_encode)
-        return Work(sequence, min(left, budget, self._config.max_prefill_chunk), is_prefill=True)
+        most = min(left, budget, self._config.max_prefill_chunk)
+        if sequence.keep_at > sequence.num_computed:
+            most = min(most, sequence.keep_at - sequence.num_computed)
+        return Work(sequence, most, is_prefill=True)
 
     def _with_drafts(self, work: Work) -> Work:
         """The work with as many drafts as the request wants and free pages allow; no preemption."""
@@ -254,9 +257,10 @@ class Scheduler:
         following = min(1, sequence.tokens_left) + _required_drafts(sequence)
         needed = self.pages.pages_for(sequence.num_tokens + following)
         inputs = self.pages.pages_for(len(sequence.input_ids or ()))
-        if not self._reclaim(needed - len(cached) + inputs):
+        if not (self._reclaim(needed - len(cached) + inputs) and self._reclaim_state()):
             self.pages.free(cached)
             return False
+        self.pages.begin_state(sequence, len(cached))
         sequence.input_pages = self.pages.allocate(inputs)
         sequence.pages, sequence.num_computed = cached, len(cached) * self.pages.page_size
         if not sequence.counters.preemptions:  # a replay finds its own pages
@@ -324,6 +328,16 @@ class Scheduler:
                 break
         return True
 
+    def _reclaim_state(self) -> bool:
+        """Make a state free, taking that of the youngest request on hold as needed."""
+        states = self.pages.states
+        if states is None or states.num_free:
+            return True
+        holding = [sequence for sequence in self.held if sequence.state]
+        if holding:
+            self._evict(max(holding, key=lambda s: s.arrival))
+        return bool(holding)
+
     def crop(self, sequences: Iterable[Sequence]) -> None:
         """Give back the pages after each one's last computed position (LayerSkip §4.3)."""
         surplus: list[int] = []
@@ -353,6 +367,7 @@ def _probe_of(sequence: Sequence) -> Sequence:
     assert probe is not None
     if probe.pages is not sequence.pages:
         probe.pages, probe.num_computed = sequence.pages, sequence.num_computed
+        probe.state = sequence.state
         probe.output_ids, probe.logprobs = [], []
     probe.status = SequenceStatus.RUNNING
     return probe

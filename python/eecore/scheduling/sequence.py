@@ -94,6 +94,11 @@ class Sequence:
     is_encoded: bool = False
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
+    state: int = 0
+    """The number of its state in layers with gated delta rules; 0: none."""
+    keep_at: int = 0
+    """A position of the prompt, the end of a page, up to which another text has begun alike: its
+    state there is worth keeping."""
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of its first full pages in the prefix cache, as far as they were needed."""
     cached_tokens: int = 0
@@ -126,6 +131,11 @@ class Sequence:
             stops |= self.eos_token_ids
         self.stop_ids, self.stop_set = sorted(stops), frozenset(stops)
         self.max_drafts = min(self.exit.max_drafts, MAX_DRAFTS)
+
+    @property
+    def state_at(self) -> tuple[int, int]:
+        """The number of the state, and how many positions are certain: no call gives them again."""
+        return self.state, (self.parent or self).num_computed
 
     @property
     def has_pages(self) -> bool:

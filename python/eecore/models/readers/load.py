@@ -171,7 +171,8 @@ def network_of(
         assert isinstance(weights, T5Weights)
         return T5Model(config, weights, source)
     assert isinstance(weights, LlamaWeights)
-    return (HybridModel if config.conv_layers else LlamaModel)(config, weights, source)
+    is_hybrid = len(config.attention_layers) < config.stack_size
+    return (HybridModel if is_hybrid else LlamaModel)(config, weights, source)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
