@@ -1796,9 +1796,23 @@ READERS = (
     Mutant(
         "tied-text-part-untied",
         "python/eecore/models/readers/config_json.py",
-        'values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", True)',
-        'values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", False)',
+        'MULTIMODAL[names[0]].get("tie_word_embeddings", True)',
+        'MULTIMODAL[names[0]].get("tie_word_embeddings", False)',
         "tests/models/test_families.py -k multimodal",
+    ),
+    Mutant(
+        "every-other-layer-attends-from-the-first",
+        "python/eecore/models/readers/config_json.py",
+        "return layers[period - 1 :: period]",
+        "return layers[::period]",
+        "tests/models/test_metadata.py -k default_of_the_class",
+    ),
+    Mutant(
+        "decays-in-the-rows-of-beta",
+        "python/eecore/models/llama.py",
+        '"in_proj_b": self.gates.rows(slice(heads)),',
+        '"in_proj_b": self.gates.rows(slice(heads, None)),',
+        "tests/models/test_hybrid.py -k delta_rules_are_read",
     ),
     Mutant(
         "index-leads-out-of-the-directory",

@@ -124,6 +124,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "block_multiple_of": 32,
         },
     ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            **HEADS,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2_large": ("gemma2", {"num_key_value_heads": 4, "query_pre_attn_scalar": 24}),
@@ -162,6 +173,30 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "block_ffn_dim_multiplier": 1.3,
         },
     ),
+    "qwen3_5_odd": (
+        "qwen3_5",
+        {
+            **ODD,
+            "layer_types": ["full_attention", *["linear_attention"] * 3],
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 40,
+            "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3_5_grouped": (
+        "qwen3_5",
+        {
+            "num_key_value_heads": 1,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "tie_word_embeddings": False,
+        },
+    ),
     "ministral3_tied": ("ministral3", {"tie_word_embeddings": True, "sliding_window": 9}),
 }
 """Further shapes: a family, and the fields that differ."""
@@ -184,7 +219,7 @@ def make_oracle(family: str, seed: int = 0, **more: Any) -> Any:
 def fill(model: torch.nn.Module, seed: int) -> None:
     """Random weights that are large enough for every layer to matter."""
     generator = torch.Generator().manual_seed(seed)
-    centre = 0.0 if "Gemma" in type(model).__name__ else 1.0
+    centred = type(model).__name__.startswith(("Gemma", "Qwen3_5"))
     for name, weight in model.named_parameters():
         drawn = torch.randn(weight.shape, generator=generator)
         if weight.ndim > 1:
@@ -192,8 +227,11 @@ def fill(model: torch.nn.Module, seed: int) -> None:
             drawn *= gain / math.sqrt(weight.shape[-1])
         elif name.endswith("bias"):
             drawn *= 0.3
+        elif name.endswith("A_log"):
+            drawn = 1.5 * drawn - 2  # some states last for long, others do not
         else:
-            drawn = centre + 0.2 * drawn
+            is_offset = centred and not name.endswith("linear_attn.norm.weight")
+            drawn = 0.2 * drawn + (0.0 if is_offset else 1.0)
         weight.copy_(drawn)
 
 

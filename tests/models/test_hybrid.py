@@ -1,4 +1,4 @@
-"""LFM2, whose layers have short convolutions: what is read, what is refused, and its memory."""
+"""LFM2 and Qwen3.5, some of whose layers have no attention: what is read, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 import eecore
@@ -17,7 +18,10 @@ from devices import cpu_only
 from eecore.errors import ModelError
 from eecore.integrations.transformers_model import from_transformers
 from eecore.models import KVCache, load_model, read_config
-from eecore.models.readers.load import load_first_layers
+from eecore.models.llama import LlamaWeights
+from eecore.models.readers.load import load_first_layers, opened
+from eecore.models.readers.stored_weights import load_weights
+from eecore.models.weights import Coding
 from tiny_families import make_oracle, write_family, write_family_gguf
 from tiny_models import random_prompts
 
@@ -184,3 +188,151 @@ def test_experts_in_a_file(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ModelError, match=r"MoE.*the nearest that runs is Lfm2.*, got lfm2moe"):
         read_config(tmp_path / "t.gguf")
+
+
+# Qwen3.5, whose layers have gated delta rules.
+
+DELTAS = ("qwen3_5", "qwen3_5_odd", "qwen3_5_grouped")
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("qwen3_5")
+    write_family(made, "qwen3_5")
+    return made
+
+
+def weights_of(path: Path, coding: Coding | None = None) -> LlamaWeights:
+    with opened(path) as (stored, config):
+        weights = load_weights(stored, config, torch.device("cpu"), torch.float32, coding=coding)
+    assert isinstance(weights, LlamaWeights)
+    return weights
+
+
+def check_deltas(weights: LlamaWeights, oracle: Any) -> None:
+    """Compare the weights of gated delta rules, and those of gated attention, with the oracle's."""
+    layers, deltas = oracle.model.layers, weights.deltas
+    assert deltas is not None
+    mixers = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
+    for index, mixer in enumerate(mixers):
+        first = torch.cat([mixer.in_proj_qkv.weight, mixer.in_proj_z.weight])
+        gates = torch.cat([mixer.in_proj_b.weight, mixer.in_proj_a.weight])
+        assert torch.equal(deltas.first.weight[index], first)
+        assert torch.equal(deltas.gates.weight[index], gates)
+        assert torch.equal(deltas.last.weight[index], mixer.out_proj.weight)
+        assert torch.equal(deltas.taps[index], mixer.conv1d.weight[:, 0].t())
+        torch.testing.assert_close(deltas.log_rate[index], mixer.A_log.data)
+        assert torch.equal(deltas.dt_bias[index], mixer.dt_bias)
+        assert torch.equal(deltas.norm[index], mixer.norm.weight)
+    attending = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+    for index, attention in enumerate(attending):
+        q_size = attention.q_proj.weight.shape[0]
+        assert torch.equal(weights.qkv.weight[index, :q_size], attention.q_proj.weight)
+        assert weights.q_norm is not None
+        torch.testing.assert_close(weights.q_norm[index], 1 + attention.q_norm.weight)
+    assert weights.attention_norm is not None
+    for norm, layer in zip(weights.attention_norm, layers, strict=True):
+        torch.testing.assert_close(norm, 1 + layer.input_layernorm.weight)
+
+
+@pytest.mark.parametrize("family", DELTAS)
+def test_weights_of_delta_rules_are_read(family: str, tmp_path: Path) -> None:
+    oracle = write_family(tmp_path, family)
+    check_deltas(weights_of(tmp_path), oracle)
+    theirs, config = oracle.config, read_config(tmp_path)
+    assert config.num_parameters == sum(p.numel() for p in oracle.parameters())
+    delta = config.delta
+    assert delta is not None
+    kinds = theirs.layer_types
+    assert delta.layers == tuple(n for n, kind in enumerate(kinds) if kind == "linear_attention")
+    assert (delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim) == (
+        theirs.linear_num_key_heads,
+        theirs.linear_num_value_heads,
+        theirs.linear_key_head_dim,
+        theirs.linear_value_head_dim,
+    )
+    assert (delta.taps, config.attention_gate) == (theirs.linear_conv_kernel_dim, True)
+    assert config.ropes[0].rotary_dim == 8
+
+
+@pytest.mark.parametrize("coding", ["int8", "int4"])
+def test_gates_of_delta_rules_stay_floats(coding: Coding, qwen: Path) -> None:
+    floats, coded = weights_of(qwen).deltas, weights_of(qwen, coding).deltas
+    assert floats is not None
+    assert coded is not None
+    assert torch.equal(coded.gates.weight, floats.gates.weight)
+    for matrix, exact in ((coded.first, floats.first), (coded.last, floats.last)):
+        assert matrix.table is not None
+        assert exact.table is None
+
+
+def test_the_text_part_of_a_qwen(qwen: Path, tmp_path: Path) -> None:
+    text = json.loads((qwen / "config.json").read_text())
+    tied = text.pop("tie_word_embeddings")
+    whole = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": {
+            **text,
+            "attn_output_gate": True,
+            "full_attention_interval": 4,
+            "mamba_ssm_dtype": "float32",
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "output_gate_type": "swish",
+        },
+        "tie_word_embeddings": tied,
+        "vision_config": {},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(qwen / "model.safetensors").items()
+    }
+    more = {name: torch.zeros(2, 2) for name in ("mtp.fc.weight", "model.visual.pos_embed.weight")}
+    save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
+    assert read_config(tmp_path) == replace(read_config(qwen), sampling=())
+    check_deltas(weights_of(tmp_path), make_oracle("qwen3_5"))
+    del whole["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert not read_config(tmp_path).tie_word_embeddings  # as in its class in transformers
+
+
+@pytest.mark.parametrize("spare", [{}, {"mrope_section": [2, 1, 1], "mrope_interleaved": True}])
+def test_positions_of_a_text_are_the_same_in_each_section(
+    spare: dict[str, Any], qwen: Path, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **spare}
+    config = read_config(edited(qwen, tmp_path, rope_parameters=rope))
+    assert config.ropes == read_config(qwen).ropes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_num_value_heads": 3}, "num_value_heads: expected a multiple of linear_num_key_h"),
+        ({"linear_key_head_dim": 257}, "linear_key_head_dim: expected an integer of 1..256"),
+        ({"layer_types": ["linear_attention"]}, "layer_types: expected a list of 4 kinds"),
+        ({"layer_types": ["conv"] * 4}, "layer_types: supported are linear_attention, full_att"),
+        ({"layer_types": ["full_attention"] * 4}, r"layers.0.self_attn.q_proj.weight.*missing"),
+        ({"full_attention_interval": 2, "layer_types": ...}, r"layers.1.self_attn.*missing"),
+        ({"linear_value_head_dim": 16}, r"conv1d.weight: expected \[160, 1, 4\]"),
+        ({"linear_conv_kernel_dim": 3}, r"conv1d.weight: expected \[192, 1, 3\]"),
+        ({"attn_output_gate": False}, "attn_output_gate: supported are True, got False"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type: supported are 'silu', 'swish'"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: supported are 'silu', 'swish'"),
+        (
+            {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"},
+            "MoE.*the nearest that runs is Qwen3_5ForCausalLM",
+        ),
+        (
+            {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
+            "MoE.*the nearest that runs is Qwen3_5ForCausalLM",
+        ),
+    ],
+)
+def test_qwens_that_are_refused(
+    changes: dict[str, Any], message: str, qwen: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_model(edited(qwen, tmp_path, **changes), "cpu")

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from eecore.config import ModelConfig, RopeConfig, T5Config
+from eecore.config import DeltaConfig, ModelConfig, RopeConfig, T5Config
 from eecore.errors import CheckpointError, ModelNotFoundError
 from eecore.models import Tokenizer, load_model
 from eecore.models.readers.config_fields import ConfigFields
@@ -62,6 +62,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("GraniteForCausalLM", "GraniteConfig", SIZES),
     ("Phi3ForCausalLM", "Phi3Config", SIZES),
     ("Lfm2ForCausalLM", "Lfm2Config", SIZES),
+    ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", SIZES),
     ("T5ForConditionalGeneration", "T5Config", {**T5_SIZES, "vocab_size": 320}),
     ("MT5ForConditionalGeneration", "MT5Config", {**T5_SIZES, "vocab_size": 320}),
 ]
@@ -89,7 +90,8 @@ def ropes(config: Any, head_dim: int) -> tuple[RopeConfig, ...]:
             settings |= {name: each[name] for name in ("factor", "beta_fast", "beta_slow")}
             settings["original_max_position"] = each["original_max_position_embeddings"]
             settings["query_scale_beta"] = each["llama_4_scaling_beta"]
-        made[RopeConfig(rotary_dim=head_dim, **settings)] = None
+        rotary_dim = int(head_dim * each.get("partial_rotary_factor", 1.0))
+        made[RopeConfig(rotary_dim=rotary_dim, **settings)] = None
     return tuple(made)
 
 
@@ -108,6 +110,21 @@ def attention_scale(config: Any) -> float | None:
     if hasattr(config, "query_pre_attn_scalar"):
         return float(config.query_pre_attn_scalar**-0.5)
     return getattr(config, "attention_multiplier", None)
+
+
+def delta(config: Any) -> DeltaConfig | None:
+    """The gated delta rules of a config of transformers."""
+    if not hasattr(config, "linear_num_key_heads"):
+        return None
+    kinds = enumerate(config.layer_types)
+    return DeltaConfig(
+        layers=tuple(layer for layer, kind in kinds if kind == "linear_attention"),
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        taps=config.linear_conv_kernel_dim,
+    )
 
 
 def expected(config: Any) -> dict[str, Any]:
@@ -143,6 +160,7 @@ def expected(config: Any) -> dict[str, Any]:
         "logits_soft_cap": getattr(config, "final_logit_softcapping", None),
         "residual_multiplier": getattr(config, "residual_multiplier", 1.0),
         "logits_divisor": getattr(config, "logits_scaling", 1.0),
+        "delta": delta(config),
         "bos_token_id": config.bos_token_id,
         "eos_token_ids": ends,
     }

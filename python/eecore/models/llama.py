@@ -148,6 +148,30 @@ class Deltas:
             norm=new.tensor(count, config.value_dim),
         )
 
+    def by_checkpoint_name(self, block: str, config: DeltaConfig) -> dict[str, WeightView]:
+        """What the tensors of these layers fill; ``block``: the name of a layer."""
+        size, heads = config.conv_size, config.num_value_heads
+        matrices = {
+            "in_proj_qkv": self.first.rows(slice(size)),
+            "in_proj_z": self.first.rows(slice(size, None)),
+            "in_proj_b": self.gates.rows(slice(heads)),
+            "in_proj_a": self.gates.rows(slice(heads, None)),
+            "out_proj": self.last,
+        }
+        block = f"{block}.linear_attn"
+        others = {  # a checkpoint has the taps of each feature one after the other
+            "conv1d.weight": self.taps.transpose(1, 2)[:, :, None],
+            "A_log": self.log_rate,
+            "dt_bias": self.dt_bias,
+            "norm.weight": self.norm,
+        }
+        views = {
+            f"{block.format(layer)}.{name}": WeightView(of_layer)
+            for name, stacked in others.items()
+            for layer, of_layer in zip(config.layers, stacked, strict=True)
+        }
+        return views | layer_views(block, matrices, {}, layers=config.layers)
+
 
 @dataclass(frozen=True)
 class LlamaWeights:
@@ -306,13 +330,16 @@ class LlamaWeights:
             views |= {f"{GATE}.weight": WeightView(self.gate[0][1:])}
             views |= {f"{GATE}.bias": WeightView(self.gate[1][1:])}
         block, offset = "model.layers.{}", config.norm_offset
-        convolutions, attending = self.convolutions, config.attention_layers
-        if convolutions is None:
+        if self.convolutions is None and self.deltas is None:
             each = {**attention, **mlp}
             return views | layer_views(block, each, {**of_heads, **norms}, offset, rows)
-        views |= layer_views(block, attention, of_heads, offset, rows, attending)
+        views |= layer_views(block, attention, of_heads, offset, rows, config.attention_layers)
         views |= layer_views(block, mlp, norms, offset, rows)
-        return views | convolutions.by_checkpoint_name(block, config.conv_layers)
+        if self.convolutions is not None:
+            views |= self.convolutions.by_checkpoint_name(block, config.conv_layers)
+        if self.deltas is not None and config.delta is not None:
+            views |= self.deltas.by_checkpoint_name(block, config.delta)
+        return views
 
 
 def final_norm_name(config: ModelConfig) -> str:

@@ -52,14 +52,15 @@ TEXT_PARTS = {
     "model.language_model.": "model.",
 }
 """Prefixes of names in the text part of a multimodal model, and the prefixes of a text model."""
-DRAFTING = "model.mtp_layers."
-"""The prefix of tensors that draft the tokens after the next one."""
+DRAFTING = ("model.mtp_layers.", "mtp.")
+"""Prefixes of tensors that draft the tokens after the next one."""
 OTHER_PARTS = (
     "vision_tower.",
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
-    DRAFTING,
+    "model.visual.",
+    *DRAFTING,
 )
 """Prefixes of tensors that generating text does not need."""
 

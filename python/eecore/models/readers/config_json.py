@@ -9,11 +9,13 @@ error.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eecore.config import (
+    MAX_DELTA_DIM,
     MAX_DISTANCE,
     MAX_HEADS,
     MAX_HIDDEN,
@@ -26,6 +28,7 @@ from eecore.config import (
     NUM_BUCKETS,
     Activation,
     AnyModelConfig,
+    DeltaConfig,
     ModelConfig,
     OwnSampling,
     SamplingParams,
@@ -209,7 +212,7 @@ def layers_config(fields: ConfigFields) -> ModelConfig:
 def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFields) -> ModelConfig:
     family = FAMILIES[architecture]
     fields = fields.replaced({**family.defaults, **fields.values})
-    if family.convolves:
+    if family.other_layers == "conv":
         fields = _without_own_names(fields)
     usual = family.defaults.get(family.activation, "silu")
     activation = fields.choice(family.activation, ACTIVATIONS, usual)
@@ -233,7 +236,7 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
         "mlp_bias": biases.get("mlp_bias", False),
         "activation": ACTIVATIONS[activation],
         **_numbers(fields, family, hidden_size),
-        **_convolutions(fields, family, num_layers),
+        **_other_layers(fields, family, num_layers),
         **family.switches,
     }
     if family.loops:
@@ -278,7 +281,7 @@ def _inner_size(fields: ConfigFields, family: Family) -> int:
     """The size of the MLP; of a family with convolutions by default two thirds of the field, times
     a factor, rounded up."""
     size: int = fields.integer(family.inner_size, 1, MAX_INNER)
-    if not (family.convolves and fields.flag("block_auto_adjust_ff_dim", True)):
+    if not (family.other_layers == "conv" and fields.flag("block_auto_adjust_ff_dim", True)):
         return size
     size = int(2 * size / 3)
     factor = fields.number("block_ffn_dim_multiplier", ABOVE_ZERO, FACTORS[1], None)
@@ -291,24 +294,52 @@ def _inner_size(fields: ConfigFields, family: Family) -> int:
     return size
 
 
-def _convolutions(fields: ConfigFields, family: Family, num_layers: int) -> dict[str, Any]:
-    """The layers with a convolution, and the positions that it sees."""
-    if not family.convolves:
+def _other_layers(fields: ConfigFields, family: Family, num_layers: int) -> dict[str, Any]:
+    """The layers without attention, and the sizes of what they have."""
+    other = family.other_layers
+    if not other:
         return {}
     kinds = fields.texts("layer_types", None, most=MAX_LAYERS)
     if kinds is None:
-        most = num_layers - 1
-        attending = fields.integers("full_attn_idxs", 0, most, None, most=MAX_LAYERS)
-        layers = range(num_layers) if attending is None else attending
-        kinds = tuple("full_attention" if n in layers else "conv" for n in range(num_layers))
+        attending = _attending(fields, other, num_layers)
+        kinds = tuple("full_attention" if n in attending else other for n in range(num_layers))
     if len(kinds) != num_layers:
         raise fields.wrong("layer_types", f"a list of {num_layers} kinds", list(kinds))
     for kind in kinds:
-        if kind not in ("conv", "full_attention"):
-            raise fields.unsupported("layer_types", "conv, full_attention", kind)
-    layers = tuple(n for n, kind in enumerate(kinds) if kind == "conv")
+        if kind not in (other, "full_attention"):
+            raise fields.unsupported("layer_types", f"{other}, full_attention", kind)
+    layers = tuple(n for n, kind in enumerate(kinds) if kind == other)
+    if other == "linear_attention":
+        return {"delta": _delta(fields, layers) if layers else None}
     taps = fields.integer("conv_L_cache", 1, MAX_TAPS, 3)
     return {"conv_layers": layers, "conv_taps": taps if layers else 0}
+
+
+def _attending(fields: ConfigFields, other: str, num_layers: int) -> Collection[int]:
+    """The layers with attention, without layer_types."""
+    layers = range(num_layers)
+    if other == "linear_attention":
+        period = fields.integer("full_attention_interval", 1, MAX_LAYERS, 4)
+        return layers[period - 1 :: period]
+    given = fields.integers("full_attn_idxs", 0, num_layers - 1, None, most=MAX_LAYERS)
+    return layers if given is None else given
+
+
+def _delta(fields: ConfigFields, layers: tuple[int, ...]) -> DeltaConfig:
+    num_key_heads, num_value_heads = (
+        fields.integer(f"linear_num_{kind}_heads", 1, MAX_HEADS) for kind in ("key", "value")
+    )
+    if num_value_heads % num_key_heads:
+        expected = f"a multiple of linear_num_key_heads={num_key_heads}"
+        raise fields.wrong("linear_num_value_heads", expected, num_value_heads)
+    return DeltaConfig(
+        layers=layers,
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=fields.integer("linear_key_head_dim", 1, MAX_DELTA_DIM),
+        value_dim=fields.integer("linear_value_head_dim", 1, MAX_DELTA_DIM),
+        taps=fields.integer("linear_conv_kernel_dim", 1, MAX_TAPS),
+    )
 
 
 def _numbers(fields: ConfigFields, family: Family, hidden_size: int) -> dict[str, float]:
@@ -331,6 +362,9 @@ def _refuse_parts(fields: ConfigFields, family: Family) -> None:
     for name in family.unused:
         if value := fields.values.get(name):
             raise fields.unsupported(name, "models without it", value)
+    for name, known in family.only.items():
+        if (value := fields.values.get(name, known[0])) not in known:
+            raise fields.unsupported(name, ", ".join(map(shown, known)), value)
     if fields.integer("num_local_experts", 0, default=0):
         listed = f"0, a dense model{why_not('granitemoe')}"
         raise fields.unsupported("num_local_experts", listed, fields.values["num_local_experts"])
@@ -347,7 +381,8 @@ def _text_part(fields: ConfigFields) -> ConfigFields:
     if text is None:
         raise fields.wrong("text_config", "the config of the text part", None)
     values = {**MULTIMODAL[names[0]], **text.values}
-    values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", True)
+    tied = MULTIMODAL[names[0]].get("tie_word_embeddings", True)
+    values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", tied)
     for name in ("bos_token_id", "eos_token_id", "dtype", "torch_dtype"):
         if values.get(name) is None and name in fields:
             values[name] = fields.values[name]

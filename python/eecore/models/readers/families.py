@@ -52,9 +52,10 @@ class Family:
     is_hybrid: bool = False
     """Whether layers are Mamba layers unless layer_types says attention, and rotate only if
     position_embedding_type says so."""
-    convolves: bool = False
-    """Whether layers that layer_types calls conv have a short convolution, whose inner size and
-    tying may also have the names of Liquid's own files."""
+    other_layers: Literal["", "conv", "linear_attention"] = ""
+    """What layer_types calls the layers without attention: conv, a short convolution, in a config
+    that may have the names of Liquid's own files; linear_attention, a gated delta rule; empty: all
+    layers have attention."""
     scales_embeddings: bool = False
     """Whether embeddings are multiplied by hidden_size**0.5."""
     loops: str = ""
@@ -65,6 +66,8 @@ class Family:
     unused: tuple[str, ...] = ()
     """Fields that change what the model computes and that no release sets; a file that sets one is
     refused."""
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Fields whose values are these in all releases; a file with another value is refused."""
 
 
 _LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -228,8 +231,30 @@ FAMILIES: dict[str, Family] = {
         switches={"qk_norm": "head"},
         norm_eps="norm_eps",
         theta=1000000.0,
-        convolves=True,
+        other_layers="conv",
         unused=("conv_bias",),
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+        },
+        model_type="qwen3_5_text",
+        switches={"qk_norm": "head", "norm_offset": 1.0, "attention_gate": True},
+        partial_rotary=True,
+        other_layers="linear_attention",
+        only={
+            "hidden_act": ("silu", "swish"),
+            "attn_output_gate": (True,),
+            "output_gate_type": ("silu", "swish"),
+        },
     ),
     "OuroForCausalLM": Family(
         {
@@ -303,6 +328,15 @@ MULTIMODAL: dict[str, Mapping[str, Any]] = {
         "sliding_window": None,
         "vocab_size": 131072,
     },
+    "Qwen3_5ForConditionalGeneration": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": False,
+    },
 }
 """Multimodal models whose text part runs, and defaults for fields that text_config leaves out."""
 
@@ -311,7 +345,7 @@ _MISSING: dict[tuple[str, str], str] = {
     ("per-layer inputs and shared keys and values", "Gemma 3"): "gemma3n gemma4",
     ("an encoder that pools", "Gemma 3"): "gemmaembedding",
     ("two stacks of layers and two streams", "OuroForCausalLM"): "hrmtext",
-    ("hybrid layers (gated delta rule)", "Qwen3ForCausalLM"): "qwen3next qwen35 kimilinear",
+    ("a mixture of experts (MoE)", "Qwen3_5ForCausalLM"): "qwen35moe qwen3next kimilinear",
     ("a mixture of experts (MoE) and attention sinks", "Qwen3ForCausalLM"): "gptoss",
     (
         "a mixture of experts (MoE) and latent attention (MLA)",

@@ -19,6 +19,8 @@ ROPE_FIELDS = {
         "partial_rotary_factor",
         "llama_4_scaling_beta",
         "max_position_embeddings",
+        "mrope_section",  # positions of images, which are all the same in a text
+        "mrope_interleaved",
     },
     "linear": {"factor"},
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},

@@ -51,6 +51,9 @@ FIELDS = {
     "feed_forward.w2": "down",
     "conv.in_proj": "conv_first",
     "conv.out_proj": "conv_last",
+    "linear_attn.in_proj_qkv": "delta_first",
+    "linear_attn.in_proj_z": "delta_first",
+    "linear_attn.out_proj": "delta_last",
     "model.embed_tokens": "embed_tokens",
     "lm_head": "lm_head",
 }
