@@ -124,6 +124,7 @@ def check_books(engine: Engine) -> None:
     assert sorted([*held, *pages._free, *pages._kept]) == list(range(pages.num_pages))
     assert pages._approximate <= set(held)
     check_sharing(engine, held)
+    check_states(engine)
     scheduler = engine.scheduler
     queues = (scheduler.waiting, scheduler.running, scheduler.held)
     queued = Counter(s.request_id for queue in queues for s in queue)
@@ -132,6 +133,18 @@ def check_books(engine: Engine) -> None:
         assert [s.arrival for s in queue] == sorted(s.arrival for s in queue)
     for sequence in unfinished:
         check_sequence(sequence, pages.page_size)
+
+
+def check_states(engine: Engine) -> None:
+    """No state of a text may be lost or held twice, and all with pages have one."""
+    states = engine.pages.states
+    if states is None:
+        return
+    owned = [s.state for s in engine.requests.values() if s.state]
+    every = sorted([*owned, *states._free, *states._kept.values()])
+    assert every == list(range(1, 2 * engine.config.max_num_seqs + 1))
+    for sequence in engine.requests.values():
+        assert (sequence.state > 0) == sequence.has_pages
 
 
 def check_sharing(engine: Engine, held: Counter[int]) -> None:

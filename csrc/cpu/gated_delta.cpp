@@ -135,7 +135,7 @@ class Delta {
     text.applied =
         text.first > 0 ? within(applied, text.first - p_.num_kept + kMaxDeltaTaps, text.first) : 0;
     text.certain = within(p_.states[seq * p_.states_stride + 1], text.applied, text.end);
-    // Without an output S may stay behind as long as the rows after it are kept.
+    // Without an output S may wait as long as the rows after it are kept.
     const bool waits = p_.out == nullptr && text.certain - text.applied <= p_.num_kept / 4;
     if (waits) text.certain = text.applied;
     for (int64_t h = key_head * group_; h < (key_head + 1) * group_; ++h) {

@@ -23,7 +23,7 @@ CUTS = ([40], [1] * 40, [7, 1, 9, 23], [2, 38])
 
 
 class Sizes(NamedTuple):
-    """Of one layer."""
+    """The sizes of one layer."""
 
     key_heads: int
     value_heads: int
@@ -121,7 +121,7 @@ def layer_of(
     )
 
 
-def recurrence(
+def gated_delta(
     sizes: Sizes, weights: ops.DeltaWeights, qkvz: Tensor, ba: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     """All positions of a text in float64: the outputs, and S after each position, [count,
@@ -170,7 +170,7 @@ def test_matches_the_reference(sizes: Sizes, dtype: torch.dtype, device: torch.d
     layer = layer_of(sizes, dtype, device)
     got = layer.run([40])
     weights = ops.DeltaWeights(*(each.cpu() for each in layer.weights))
-    expected, states = recurrence(sizes, weights, layer.qkvz.cpu(), layer.ba.cpu())
+    expected, states = gated_delta(sizes, weights, layer.qkvz.cpu(), layer.ba.cpu())
     tolerance = asdict(TOLERANCES[dtype])
     torch.testing.assert_close(got.cpu(), expected.to(dtype), **tolerance)
     kept = layer.kept.state[1].cpu().double()
@@ -228,8 +228,8 @@ def test_a_fill_is_applied_later(sizes: Sizes, device: torch.device) -> None:
     assert torch.equal(layer(6, 8), out[6:8])
     for position in range(8, 30):
         layer.fill(position, position + 1)
-        behind = position + 1 - int(layer.kept.applied[1, 0])
-        assert behind <= NUM_KEPT // 4
+        missing = position + 1 - int(layer.kept.applied[1, 0])
+        assert missing <= NUM_KEPT // 4
     assert torch.equal(layer(30, 31), out[30:31])
     layer.fill(31, 39)  # more than may wait
     assert layer.kept.applied[1, 0] == 39
@@ -290,7 +290,7 @@ def fuzzed_call(m: Maker) -> Checked:
         lens.append(both)
         certain.append(m.random.randint(in_state, both))
         if number:
-            _, states = recurrence(sizes, weights, text[0][:in_state], text[1][:in_state])
+            _, states = gated_delta(sizes, weights, text[0][:in_state], text[1][:in_state])
             kept.state[number - 1] = 0.0 if not in_state else in_tiles(states[-1]).float()
             kept.applied[number - 1] = in_state
             row = torch.cat((text[0][:, : sizes.conv_size], text[1]), 1)
@@ -330,7 +330,7 @@ def fuzzed_call(m: Maker) -> Checked:
             if not count or (fills and before["exit_layer"][first] > before["layer"]):
                 continue
             begins = 0 if number else first_rows[i]
-            outs, states = recurrence(sizes, weights, *(each[begins:] for each in texts[i]))
+            outs, states = gated_delta(sizes, weights, *(each[begins:] for each in texts[i]))
             if out is not None:
                 out[rows_of] = outs[first_rows[i] - begins :]
             if not number:

@@ -14,7 +14,7 @@ from eecore import ops
 from random_calls import Checked, Maker, compare, looser
 
 
-def gated(x: Tensor, gate: Tensor) -> Tensor:
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     return x.double() * gate.double().sigmoid()
 
 
@@ -26,7 +26,7 @@ def test_matches_the_reference(dtype: torch.dtype, device: torch.device) -> None
     x, rows = (torch.randn(3, 2, n, generator=draw).to(dtype).to(device) for n in (37, 74))
     gate = 40 * rows[:, :, 37:]  # beside the queries of its head
     got = ops.sigmoid_gate(x, gate)
-    expected = gated(x.cpu(), gate.cpu()).to(dtype)
+    expected = sigmoid_gate(x.cpu(), gate.cpu()).to(dtype)
     torch.testing.assert_close(got.cpu(), expected, **asdict(TOLERANCES[dtype]))
     assert ops.sigmoid_gate(x, gate, out=x) is x
     assert torch.equal(x, got)
@@ -38,4 +38,4 @@ def fuzzed_call(m: Maker) -> Checked:
     gate = m.placed((m.normal(*shape) * 10).to(dtype), 1)
     out = x if m.chance(0.3) else m.placed(torch.full(shape, torch.nan).to(dtype))
     given = {"x": x, "gate": gate, "out": out}
-    return given, compare(lambda b: {"out": gated(b["x"], b["gate"])}, looser(dtype))
+    return given, compare(lambda b: {"out": sigmoid_gate(b["x"], b["gate"])}, looser(dtype))

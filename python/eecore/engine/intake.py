@@ -12,6 +12,7 @@ from eecore.errors import ExitError, RequestError
 from eecore.exit_text import Policies, usual_exit
 from eecore.exits import Exit
 from eecore.models import Network, Tokenizer
+from eecore.models.kv_cache import MAX_UNCERTAIN
 from eecore.models.text.thinking import Thinking
 from eecore.planning.auto import best_exit_layers
 from eecore.planning.draft_state import AnyGuided, draft_state
@@ -148,7 +149,13 @@ class Intake:
             stop,
         )
         if stop is not None:
-            sequence.probes = ThoughtProbes(tokenizer, made, stop, budget, config.exit_layers[-1])
+            probes = ThoughtProbes(tokenizer, made, stop, budget, config.exit_layers[-1])
+            if config.delta is not None and probes.most_tokens > MAX_UNCERTAIN:
+                raise RequestError(
+                    f"think: expected probes of at most {MAX_UNCERTAIN} tokens for "
+                    f"{config.architecture}, stem and twice max_answer, got {probes.most_tokens}"
+                )
+            sequence.probes = probes
         return made
 
     def _thought_stop(self, think: ThoughtStop | str | None) -> ThoughtStop | None:

@@ -27,6 +27,8 @@ NUM_ARRIVALS = 4096
 # Rows that a gated delta rule keeps of each text: those of a round with the most drafts that are
 # allowed, of a quarter that a fill leaves for later, and of the convolution.
 KEPT_ROWS = 96
+MAX_UNCERTAIN = 64
+"""Positions at most, of those that a text may lose again, that a caller may ask for at a time."""
 SMALL_BYTES = 1 << 20
 """Bytes at the beginning of each layer's keys, and of its values, that stay in the system's small
 pages."""
@@ -104,7 +106,7 @@ class KVCache:
         dtype: torch.dtype,
         scales: tuple[Tensor | None, Tensor | None] = (None, None),
         state_dtype: torch.dtype | None = None,
-        num_states: int = 0,
+        deltas: tuple[int, torch.dtype] | None = None,
     ) -> KVCache:
         """Uninitialised pages: no slot is read before it is written.
 
@@ -112,8 +114,8 @@ class KVCache:
         are used first, 4 KiB at a time, so that a short text does not take megabytes in every
         layer; other pages 2 MiB at a time where the system has pages of that size, which are read
         faster. ``scales``: of keys and of values in float8. ``state_dtype``: of convolutions'
-        states, which are not in float8; None: ``dtype``. ``num_states``: texts that may have a
-        state in layers with gated delta rules.
+        states, which are not in float8; None: ``dtype``. ``deltas``: the number of states in layers
+        with gated delta rules, and the model's dtype; None: texts have no state.
 
         Raises:
             OutOfMemoryError: the pages do not fit into memory.
@@ -127,9 +129,9 @@ class KVCache:
             if convolutions:
                 of_states = (len(convolutions), num_pages, page_size, config.hidden_size)
                 states = _new_cache(of_states, device, state_dtype or dtype, 1)
-            deltas = None
+            made = None
             if delta is not None:
-                deltas = _new_deltas(delta, num_states, device, state_dtype or dtype)
+                made = _new_deltas(delta, *(deltas or (0, dtype)), device)
             return cls(
                 k=_new_cache(shape, device, dtype, loops),
                 v=_new_cache(shape, device, dtype, loops),
@@ -138,7 +140,7 @@ class KVCache:
                 num_loops=loops,
                 states=states,
                 conv_layers=convolutions,
-                deltas=deltas,
+                deltas=made,
                 delta_layers=() if delta is None else delta.layers,
             )
         except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
@@ -164,7 +166,7 @@ class KVCache:
         """Bytes of a text's state in the layers with gated delta rules, for a model of a dtype."""
         if config.delta is None:
             return 0
-        made = _new_deltas(config.delta, 1, torch.device("meta"), dtype)
+        made = _new_deltas(config.delta, 1, dtype, torch.device("meta"))
         return sum(each.nbytes for each in made)
 
     def state_of(self, layer: int) -> ops.DeltaState:
@@ -213,7 +215,7 @@ def _num_attending(config: AnyModelConfig) -> int:
 
 
 def _new_deltas(
-    delta: DeltaConfig, num_states: int, device: torch.device, dtype: torch.dtype
+    delta: DeltaConfig, num_states: int, dtype: torch.dtype, device: torch.device
 ) -> ops.DeltaState:
     tiles = -(-delta.value_dim // ops.DELTA_TILE)
     layers, heads = (len(delta.layers), num_states), delta.num_value_heads

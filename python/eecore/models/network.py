@@ -35,7 +35,7 @@ def allocate_cache(
         device=device,
         dtype=dtype,
         state_dtype=other,
-        num_states=num_states,
+        deltas=(num_states, network.dtype),
     )
     if own is None:
         return kv

@@ -51,6 +51,11 @@ class ThoughtProbes:
         """The tokens of the last answer, which the next probe verifies as drafts."""
         self.found: list[Probe] = []
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a probe at most, after those that close the thought, with its drafts."""
+        return len(self._stem) + 2 * self._stop.max_answer
+
     def is_due(self, token_ids: list[int]) -> bool:
         """Whether a probe comes after these tokens."""
         return self._guided.at(token_ids).is_due
