@@ -1640,6 +1640,20 @@ SERVER = (
 
 READERS = (
     Mutant(
+        "gguf-value-heads-reordered-with-keys",
+        "python/eecore/models/readers/gguf_checkpoint.py",
+        "[2 * delta.key_size if has_keys else 0]",
+        "[0]",
+        "tests/models/test_hybrid.py -k gguf_file_of_delta",
+    ),
+    Mutant(
+        "gguf-layer-that-drafts-taken-for-the-last",
+        "python/eecore/models/readers/gguf_config.py",
+        "range(count - own.integer(DRAFTING_LAYERS, 0, count - 1, 0), count)",
+        "range(count, count)",
+        "tests/models/test_hybrid.py -k drafts",
+    ),
+    Mutant(
         "gguf-key-rows-not-reordered",
         "python/eecore/models/readers/gguf_checkpoint.py",
         '{"q_proj": self.config.num_q_heads, "k_proj": self.config.num_kv_heads}',

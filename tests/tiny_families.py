@@ -6,16 +6,18 @@ import copy
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from bench.decode.models import interleave_rotary
-from tiny_gguf import ALPHABET, SPECIAL
+from tiny_gguf import ALPHABET, SPECIAL, blocks_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
@@ -262,7 +264,13 @@ def make_mimo(directory: Path) -> None:
 
 # GGUF, as llama.cpp's own converter writes it.
 
-GGUF_NAMES = {"mimo": "qwen2", "olmo3": "olmo2", "granite4": "granite", "ministral3": "mistral3"}
+GGUF_NAMES = {
+    "mimo": "qwen2",
+    "olmo3": "olmo2",
+    "granite4": "granite",
+    "ministral3": "mistral3",
+    "qwen3_5": "qwen35",
+}
 """llama.cpp's names of architectures, where they differ."""
 INTERLEAVED = ("smollm3", "granite", "mistral3")
 """Architectures whose queries and keys are rotated in neighbouring pairs."""
@@ -293,6 +301,13 @@ LAYER_NAMES = {
     "conv.in_proj": "shortconv.in_proj",
     "conv.conv": "shortconv.conv",
     "conv.out_proj": "shortconv.out_proj",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
 WHOLE_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -309,11 +324,14 @@ def write_family_gguf(
     settings: dict[str, Any] | None = None,
     *,
     pre: str = "dbrx",
+    kinds: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """The model of a directory as a GGUF file in float32, with a byte-level tokenizer.
 
     ``settings`` are fields of its architecture, which win over its own, None for no such field;
-    ``pre`` is how its tokenizer splits a text.
+    ``pre`` is how its tokenizer splits a text; ``kinds`` are the types of matrices by the parts of
+    their names after the layer; ``extra`` are further tensors.
     """
     config = json.loads((directory / "config.json").read_text())
     family, _ = SHAPES.get(family, (family, {}))
@@ -338,7 +356,12 @@ def write_family_gguf(
         if "mtp_layers" in name:
             continue
         for stored, values in stored_tensors(name, tensor, architecture, config):
-            writer.add_tensor(stored, values.contiguous().numpy())
+            kind = (kinds or {}).get(stored.split(".", 2)[-1].removesuffix(".weight"))
+            array = values.contiguous().numpy()
+            written = array if kind is None else blocks_of(array, kind)
+            writer.add_tensor(stored, written, raw_dtype=kind)
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
     if config["rope_parameters"].get("rope_type") == "longrope":
         for kind in ("short", "long"):
             factors = torch.tensor(config["rope_parameters"][f"{kind}_factor"])
@@ -355,22 +378,49 @@ def stored_tensors(
 ) -> list[tuple[str, torch.Tensor]]:
     """A checkpoint's tensor as a GGUF file stores it."""
     layer, part, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(\w+)", name).groups()
-    if architecture.startswith("gemma") and tensor.ndim == 1:
+    is_centred = architecture.startswith(("gemma", "qwen35")) and part != "linear_attn.norm"
+    if is_centred and part.endswith("norm"):
         tensor = tensor + 1
     for projection, heads in (("q_proj", "attention"), ("k_proj", "key_value")):
         if part.endswith(projection) and architecture in INTERLEAVED:
             rows = interleave_rotary(tensor.numpy(), config[f"num_{heads}_heads"])
             tensor = torch.from_numpy(rows)
-    if part == "conv.conv":
+    if part in ("conv.conv", "linear_attn.conv1d"):
         tensor = tensor.squeeze(1)
+    if part.startswith("linear_attn"):
+        tensor = with_tiled_heads(tensor, f"{part}.{kind}", config)
+    if kind in ("A_log", "dt_bias"):
+        stored = {"A_log": ("ssm_a", -tensor.exp()), "dt_bias": ("ssm_dt.bias", tensor)}[kind]
+        return [(f"blk.{layer}.{stored[0]}", stored[1])]
     if layer is None:
         return [(f"{WHOLE_NAMES[part]}.{kind}", tensor)]
     if part == "shared_mlp.input_linear":
         halves = zip(("ffn_gate", "ffn_up"), tensor.chunk(2), strict=True)
         return [(f"blk.{layer}.{half}.weight", rows) for half, rows in halves]
-    after = architecture in ("gemma2", "gemma3", "olmo2")
+    after = architecture in ("gemma2", "gemma3", "olmo2", "qwen35")
     norm = {"post_attention_layernorm": "post_attention_norm" if after else "ffn_norm"}
     return [(f"blk.{layer}.{(LAYER_NAMES | norm)[part]}.{kind}", tensor)]
+
+
+def with_tiled_heads(tensor: torch.Tensor, name: str, config: dict[str, Any]) -> torch.Tensor:
+    """A tensor of a gated delta rule with its value heads in llama.cpp's order: head ``v`` belongs
+    to key head ``v % num_key_heads``."""
+    num_keys, num_values = (config[f"linear_num_{kind}_heads"] for kind in ("key", "value"))
+    order = [
+        head
+        for first in range(num_values // num_keys)
+        for head in range(first, num_values, num_values // num_keys)
+    ]
+    size = config["linear_value_head_dim"]
+    first = 2 * num_keys * config["linear_key_head_dim"]
+    if name in ("linear_attn.in_proj_qkv.weight", "linear_attn.conv1d.weight"):
+        heads = tensor[first:].split(size)
+        return torch.cat([tensor[:first], *(heads[head] for head in order)])
+    if name == "linear_attn.in_proj_z.weight":
+        return torch.cat([tensor.split(size)[head] for head in order])
+    if name == "linear_attn.out_proj.weight":
+        return torch.cat([tensor.split(size, dim=1)[head] for head in order], dim=1)
+    return tensor if name == "linear_attn.norm.weight" else tensor[order]
 
 
 def inner_size(config: dict[str, Any]) -> int:
@@ -380,6 +430,22 @@ def inner_size(config: dict[str, Any]) -> int:
         return size
     step = config["block_multiple_of"]
     return step * math.ceil(int(config["block_ffn_dim_multiplier"] * int(2 * size / 3)) / step)
+
+
+def add_delta_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Add the sizes of gated delta rules, the kinds of layers, and the rotary embedding."""
+    num_values = config["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(num_values)
+    writer.add_ssm_inner_size(num_values * config["linear_value_head_dim"])
+    recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+    writer.add_array("qwen35.attention.recurrent_layers", recurrent)
+    writer.add_full_attention_interval(4)
+    partial = config["rope_parameters"]["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(config["head_dim"] * partial))
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -> None:
@@ -395,6 +461,8 @@ def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -
     if family == "lfm2":
         kv_heads = [0 if kind == "conv" else kv_heads for kind in config["layer_types"]]
         writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if family == "qwen3_5":
+        add_delta_settings(writer, config)
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)

@@ -349,6 +349,8 @@ def test_a_gguf_architecture_that_does_not_run(name: str, message: str, tmp_path
         ("gpt-4o", "We'll pay 12345", ["We'll", " pay", " ", "123", "45"]),
         ("gpt-4o", "aBc HTTPServer", ["a", "Bc", " HTTPServer"]),
         ("olmo", "We'll pay 12345", ["We", "'ll", " pay", " 12345"]),
+        ("qwen2", "\u0928\u093f 12", ["\u0928", "\u093f", " ", "1", "2"]),  # a letter and a mark
+        ("qwen35", "\u0928\u093f 12", ["\u0928\u093f", " ", "1", "2"]),
     ],
 )
 def test_text_is_split_as_the_file_says(

@@ -15,9 +15,10 @@ from torch.nn import functional
 
 import eecore
 from devices import cpu_only
+from eecore import ops
 from eecore.errors import ModelError
 from eecore.integrations.transformers_model import from_transformers
-from eecore.models import KVCache, load_model, read_config
+from eecore.models import KVCache, convert_gguf, load_model, read_config
 from eecore.models.llama import LlamaWeights
 from eecore.models.readers.load import load_first_layers, opened
 from eecore.models.readers.stored_weights import load_weights
@@ -179,14 +180,15 @@ def test_a_file_that_is_refused(
         read_config(file)
 
 
-def test_experts_in_a_file(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "lfm2moe")
+@pytest.mark.parametrize(("name", "nearest"), [("lfm2moe", "Lfm2"), ("qwen35moe", "Qwen3_5")])
+def test_experts_in_a_file(name: str, nearest: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", name)
     writer.add_tensor("token_embd.weight", torch.zeros(8, 8).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"MoE.*the nearest that runs is Lfm2.*, got lfm2moe"):
+    with pytest.raises(ModelError, match=rf"MoE.*the nearest that runs is {nearest}.*, got {name}"):
         read_config(tmp_path / "t.gguf")
 
 
@@ -336,3 +338,118 @@ def test_qwens_that_are_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(edited(qwen, tmp_path, **changes), "cpu")
+
+
+@pytest.mark.parametrize("family", DELTAS)
+def test_a_gguf_file_of_delta_rules(family: str, tmp_path: Path) -> None:
+    oracle = write_family(tmp_path, family)
+    file = write_family_gguf(tmp_path / "t.gguf", tmp_path, family)
+    check_deltas(weights_of(file), oracle)
+    own = {"architecture": "Qwen3_5ForCausalLM", "bos_token_id": 1, "eos_token_ids": (2,)}
+    expected = replace(read_config(tmp_path), sampling=())
+    assert replace(read_config(file), dtype="float32", **own) == expected
+    converted = convert_gguf(file, tmp_path / "converted")
+    check_deltas(weights_of(converted), oracle)
+    assert read_config(converted).delta == expected.delta
+    assert read_config(converted).ropes == expected.ropes
+
+
+def coded(tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> torch.Tensor:
+    """The values that are left of a matrix in blocks."""
+    blocks = gguf.quants.quantize(tensor.detach().numpy(), kind)
+    return torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+
+
+def test_delta_rules_in_blocks_of_several_kinds(tmp_path: Path) -> None:
+    """Value heads are reordered in their blocks; gates are floats."""
+    oracle = make_oracle("qwen3_5", linear_num_value_heads=6)
+    oracle.save_pretrained(tmp_path)
+    kind = gguf.GGMLQuantizationType
+    kinds = {
+        "attn_qkv": kind.Q8_0,
+        "attn_gate": kind.Q4_1,
+        "ssm_beta": kind.Q8_0,
+        "ssm_alpha": kind.Q5_0,
+        "ssm_out": kind.Q4_0,
+        "attn_q": kind.Q5_1,
+        "attn_k": kind.Q8_0,
+        "attn_v": kind.Q8_0,
+    }
+    file = write_family_gguf(tmp_path / "t.gguf", tmp_path, "qwen3_5", kinds=kinds)
+    deltas = weights_of(file).deltas
+    assert deltas is not None
+    first, last = (
+        [ops.unpack_weight(each.weight, each.table) for each in matrix.unbind()]
+        for matrix in (deltas.first, deltas.last)
+    )
+    for index in range(3):
+        mixer = oracle.model.layers[index].linear_attn
+        parts = (mixer.in_proj_qkv, kind.Q8_0), (mixer.in_proj_z, kind.Q4_1)
+        expected = torch.cat([coded(part.weight, each) for part, each in parts])
+        assert torch.equal(first[index], expected)
+        parts = (mixer.in_proj_b, kind.Q8_0), (mixer.in_proj_a, kind.Q5_0)
+        expected = torch.cat([coded(part.weight, each) for part, each in parts])
+        assert torch.equal(deltas.gates.weight[index], expected)
+        assert torch.equal(last[index], coded(mixer.out_proj.weight, kind.Q4_0))
+
+
+def test_heads_of_less_than_a_block_run_as_floats(tmp_path: Path) -> None:
+    """Where they are reordered; in a model without grouped heads they run as stored."""
+    kinds = {"ssm_out": gguf.GGMLQuantizationType.Q8_0}
+    for num_heads, in_blocks in ((4, False), (2, True)):
+        directory = tmp_path / str(num_heads)
+        sizes = {"linear_num_value_heads": num_heads, "linear_value_head_dim": 16}
+        oracle = make_oracle("qwen3_5", **sizes)
+        oracle.save_pretrained(directory)
+        file = write_family_gguf(directory / "t.gguf", directory, "qwen3_5", kinds=kinds)
+        deltas = weights_of(file).deltas
+        assert deltas is not None
+        assert (deltas.last.table is not None) == in_blocks
+        if not in_blocks:
+            out = oracle.model.layers[0].linear_attn.out_proj.weight
+            torch.testing.assert_close(deltas.last.weight[0], out.detach(), rtol=0, atol=0.01)
+
+
+def test_a_layer_that_drafts_is_none_of_the_models(qwen: Path, tmp_path: Path) -> None:
+    ones = torch.ones(64).numpy()
+    extra = {f"blk.4.{name}.weight": ones for name in ("attn_norm", "nextn.enorm")}
+    more = {"block_count": 5, "nextn_predict_layers": 1}
+    more["attention.recurrent_layers"] = [True, True, True, False, False]
+    file = write_family_gguf(tmp_path / "t.gguf", qwen, "qwen3_5", more, extra=extra)
+    alone = write_family_gguf(tmp_path / "u.gguf", qwen, "qwen3_5")
+    assert read_config(file) == read_config(alone)
+    check_deltas(weights_of(file), make_oracle("qwen3_5"))
+
+
+def test_every_fourth_layer_attends_unless_the_file_says_otherwise(
+    qwen: Path, tmp_path: Path
+) -> None:
+    usual = read_config(write_family_gguf(tmp_path / "t.gguf", qwen, "qwen3_5"))
+    for more in ({}, {"full_attention_interval": None}):
+        none = {"attention.recurrent_layers": None, **more}
+        file = write_family_gguf(tmp_path / "t.gguf", qwen, "qwen3_5", none)
+        assert read_config(file) == usual
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(
+            ({f"ssm.{name}": None}, f"qwen35.ssm.{name}: expected an integer .*got None")
+            for name in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
+        ),
+        ({"ssm.inner_size": 65}, "ssm.inner_size: expected a multiple of ssm.time_step_rank=2"),
+        ({"ssm.group_count": 4}, "num_value_heads: expected a multiple of linear_num_key_heads=4"),
+        ({"attention.recurrent_layers": [True]}, "recurrent_layers: expected 4 flags, one a layer"),
+        ({"attention.recurrent_layers": [True] * 4}, "layers.3.linear_attn.*missing"),
+        ({"full_attention_interval": 2, "attention.recurrent_layers": None}, "layers.1.self_attn"),
+        ({"nextn_predict_layers": 4}, r"nextn_predict_layers: expected an integer of 0..3, got 4"),
+        ({"expert_count": 8}, "expected a dense model, got one of experts"),
+    ],
+)
+def test_delta_rules_of_files_that_are_refused(
+    settings: dict[str, Any], message: str, qwen: Path, tmp_path: Path
+) -> None:
+    file = write_family_gguf(tmp_path / "t.gguf", qwen, "qwen3_5", settings)
+    with pytest.raises(ModelError, match=message):
+        read_config(file)

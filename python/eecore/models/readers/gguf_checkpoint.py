@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from eecore.models.readers.config_json import model_config, own_sampling
 from eecore.models.readers.gguf_config import (
     ROPE_TENSORS,
     config_values,
+    drafting_layers,
     generation_values,
 )
 from eecore.models.readers.gguf_families import GGUF_FAMILIES
@@ -49,8 +51,11 @@ TENSOR_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
-TAPS = ".conv.conv.weight"
-"""The end of names of taps, [hidden_size, 1, conv_taps] in a checkpoint."""
+WHOLE_NAMES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+"""Names of a layer's tensors that do not end as in a checkpoint."""
+TAPS = (".conv.conv.weight", ".linear_attn.conv1d.weight")
+"""Ends of names of taps, [num_features, 1, taps] in a checkpoint."""
+DELTA_OUTPUT = ".linear_attn.out_proj.weight"
 FLOATS = {"F32": torch.float32, "F16": torch.float32, "BF16": torch.bfloat16}
 """The dtypes that stored floats run in; float16 runs in float32, which loses nothing."""
 
@@ -73,10 +78,11 @@ class GGUFCheckpoint(StoredTensors):
     def __init__(self, path: Path) -> None:
         self.file = GGUFFile(path)
         self.values = config_values(self.file)
+        drafting = tuple(f"blk.{layer}." for layer in drafting_layers(self.file))
         self.stored_as = {
             _checkpoint_name(self.file, name): name
             for name in self.file.names
-            if name not in ROPE_TENSORS
+            if name not in ROPE_TENSORS and not name.startswith(drafting)
         }
         self.names, self.place = list(self.stored_as), path
         where = shown_path(path)
@@ -106,8 +112,13 @@ class GGUFCheckpoint(StoredTensors):
         return self.file.kind(self.stored_as[name])
 
     def forms(self, name: str) -> tuple[str, ...]:
-        """A tensor's kind, if it is a block format."""
-        kind = self.kind(name)
+        """A tensor's kind, if it is a block format in which it can be put into a checkpoint's
+        order."""
+        kind, delta = self.kind(name), self.config.delta
+        if delta is not None and name.endswith(DELTA_OUTPUT):
+            is_whole = delta.value_dim % self.file.block_size(self.stored_as[name]) == 0
+            if not (is_whole or delta.num_key_heads == delta.num_value_heads):
+                return ()
         return (kind,) if kind in ops.BLOCK_FORMATS else ()
 
     def num_bytes(self, name: str) -> int:
@@ -119,8 +130,10 @@ class GGUFCheckpoint(StoredTensors):
         values = self._reordered(name, self.file.read(self.stored_as[name]))
         if name.endswith(TAPS):
             return values[:, None]
-        offset = self.config.norm_offset
-        return values - offset if offset and values.ndim == 1 else values
+        if name.endswith(".A_log"):
+            return values.neg().log()
+        is_norm = name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
+        return values - self.config.norm_offset if is_norm else values
 
     def blocks(self, name: str) -> Tensor:
         """uint8 [num_rows, row_bytes]: a matrix as stored, its rows in a checkpoint's order."""
@@ -135,12 +148,31 @@ class GGUFCheckpoint(StoredTensors):
         Some architectures store them as neighbouring pairs (2i, 2i+1).
         """
         part = name.split(".")[-2]
+        if part == "linear_attn" or ".linear_attn." in name:
+            return self._grouped(name, rows)
         interleaved = GGUF_FAMILIES[self.file.architecture].is_interleaved
         if not interleaved or part not in self._num_heads:
             return rows
         # numpy copies on one thread: torch's other threads would go on looking for work after each.
         pairs = rows.numpy().reshape(self._num_heads[part], -1, 2, *rows.shape[1:])
         return torch.from_numpy(pairs.swapaxes(1, 2).reshape(rows.shape))
+
+    def _grouped(self, name: str, rows: Tensor) -> Tensor:
+        """The value heads of each key head side by side; a file has the first of each key head,
+        then the second of each, and so on."""
+        delta = self.config.delta
+        assert delta is not None
+        if delta.num_key_heads == delta.num_value_heads or name.endswith(".norm.weight"):
+            return rows
+        heads = (delta.num_value_heads // delta.num_key_heads, delta.num_key_heads)
+        values = rows.numpy()
+        if name.endswith(DELTA_OUTPUT):
+            columns = values.reshape(len(values), *heads, -1)
+            return torch.from_numpy(columns.swapaxes(1, 2).reshape(values.shape))
+        has_keys = name.endswith((".in_proj_qkv.weight", ".conv1d.weight"))
+        keys, values = np.split(values, [2 * delta.key_size if has_keys else 0])
+        apart = values.reshape(*heads, -1).swapaxes(0, 1).reshape(values.shape)
+        return torch.from_numpy(np.concatenate([keys, apart]))
 
     def check_kinds(self) -> None:
         """Raise unless every tensor has a type that runs as stored."""
@@ -180,10 +212,13 @@ class GGUFCheckpoint(StoredTensors):
 
 def _checkpoint_name(file: GGUFFile, name: str) -> str:
     names = TENSOR_NAMES | dict(GGUF_FAMILIES[file.architecture].tensors)
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)
-    if match is None or match[2] not in names:
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+)", name)
+    part, _, kind = ("" if match is None else match[2]).rpartition(".")
+    if match is None or not (
+        match[2] in WHOLE_NAMES or (part in names and kind in ("weight", "bias"))
+    ):
         raise UnsupportedModelError(
             f"{file.path}: expected the tensors of a decoder, got {shown_name(name)}"
         )
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
-    return f"{layer}{names[match[2]]}.{match[3]}"
+    return layer + (WHOLE_NAMES.get(match[2]) or f"{names[part]}.{kind}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from eecore.config import (
+    MAX_DELTA_DIM,
     MAX_HEADS,
     MAX_HIDDEN,
     MAX_INNER,
@@ -27,8 +28,11 @@ from eecore.models.readers.config_fields import FACTORS, THETAS
 from eecore.models.readers.config_json import model_type_of
 from eecore.models.readers.families import FAMILIES, why_not
 from eecore.models.readers.gguf_families import (
+    ATTENDING_PERIOD,
+    DRAFTING_LAYERS,
     GGUF_FAMILIES,
     PATTERN,
+    RECURRENT,
     SLIDING_THETA,
     WINDOW,
     GGUFFamily,
@@ -117,7 +121,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     max_position = own.integer("context_length", 1, MAX_POSITIONS)
     vocab_size = file.shape("token_embd.weight")[0]
     bos, ends = special_token_ids(file, vocab_size)
-    num_layers = own.integer("block_count", 1, MAX_LAYERS)
+    num_layers = drafting_layers(file).start
     rope, partial = _rope_parameters(file, own, family, head_dim, max_position)
     eps = FAMILIES[family.architecture].norm_eps
     values = {
@@ -133,13 +137,14 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         "max_position_embeddings": max_position,
         eps: _real(own, "attention.layer_norm_rms_epsilon", 0.0, 1.0),
         "tie_word_embeddings": "output.weight" not in file.names,
-        "attention_bias": architecture != "qwen2" and "blk.0.attn_q.bias" in file.names,
+        "attention_bias": architecture != "qwen2"
+        and any(name.endswith(".attn_q.bias") for name in file.names),
         "mlp_bias": "blk.0.ffn_up.bias" in file.names,
         "rope_parameters": rope,
         "bos_token_id": bos,
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
     }
-    if partial != 1:
+    if partial != FAMILIES[family.architecture].defaults.get("partial_rotary_factor", 1.0):
         values["partial_rotary_factor"] = partial
     if rope["rope_type"] == "longrope":
         values["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
@@ -158,6 +163,8 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     else:
         kv_heads = own.integer("attention.head_count_kv", 1, num_heads, num_heads)
         values["num_key_value_heads"] = kv_heads
+    if family.delta_rules:
+        values |= _delta_rules(own, num_layers)
     if family.large_layers:
         by_heads = num_layers == family.large_layers
         values["query_pre_attn_scalar"] = hidden_size / num_heads if by_heads else head_dim
@@ -171,6 +178,13 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         values[loops] = own.integer(loops, 1, MAX_LOOPS)
     values["model_type"] = model_type_of(values["architectures"][0])
     return values
+
+
+def drafting_layers(file: GGUFFile) -> range:
+    """The numbers of the layers after the model's own, which draft further tokens."""
+    own = file.fields_under(f"{file.architecture}.")
+    count = own.integer("block_count", 1, MAX_LAYERS)
+    return range(count - own.integer(DRAFTING_LAYERS, 0, count - 1, 0), count)
 
 
 def _convolutions(
@@ -188,6 +202,30 @@ def _convolutions(
         "conv_L_cache": own.integer(family.taps, 1, MAX_TAPS),
         "block_auto_adjust_ff_dim": False,
     }
+
+
+def _delta_rules(own: JsonFields, num_layers: int) -> dict[str, Any]:
+    """The kinds of layers, and the sizes of gated delta rules."""
+    num_heads = own.integer("ssm.time_step_rank", 1, MAX_HEADS)
+    inner_size = own.integer("ssm.inner_size", 1, MAX_HEADS * MAX_DELTA_DIM)
+    if inner_size % num_heads:
+        expected = f"a multiple of ssm.time_step_rank={num_heads}"
+        raise own.wrong("ssm.inner_size", expected, inner_size)
+    values = {
+        "linear_num_key_heads": own.integer("ssm.group_count", 1, MAX_HEADS),
+        "linear_num_value_heads": num_heads,
+        "linear_key_head_dim": own.integer("ssm.state_size", 1, MAX_DELTA_DIM),
+        "linear_value_head_dim": inner_size // num_heads,
+        "linear_conv_kernel_dim": own.integer("ssm.conv_kernel", 1, MAX_TAPS),
+        "full_attention_interval": own.integer(ATTENDING_PERIOD, 1, MAX_LAYERS, 4),
+    }
+    if RECURRENT in own:
+        flags = own.values[RECURRENT]
+        if not isinstance(flags, list) or len(flags) < num_layers:
+            raise own.wrong(RECURRENT, f"{num_layers} flags, one a layer", flags)
+        kinds = ("full_attention", "linear_attention")
+        values["layer_types"] = [kinds[bool(flag)] for flag in flags[:num_layers]]
+    return values
 
 
 def _add_windows(

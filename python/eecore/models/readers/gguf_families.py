@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 SLIDING_THETA = "rope.freq_base_swa"
+RECURRENT, ATTENDING_PERIOD = "attention.recurrent_layers", "full_attention_interval"
+DRAFTING_LAYERS = "nextn_predict_layers"
+"""The field of the number of layers after the model's own that draft the tokens after the next."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class GGUFFamily:
     taps: str = ""
     """The field of the positions that a convolution sees; layers without key heads then have one.
     """
+    delta_rules: bool = False
+    """Whether layers have gated delta rules, whose sizes are those of a state space model."""
     is_interleaved: bool = False
     """Whether rows of queries and keys are ordered for rotary embedding of neighbouring pairs."""
 
@@ -110,6 +115,28 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
             "shortconv.in_proj": "conv.in_proj",
             "shortconv.conv": "conv.conv",
             "shortconv.out_proj": "conv.out_proj",
+        },
+    ),
+    "qwen35": GGUFFamily(
+        "Qwen3_5ForCausalLM",
+        fields=(
+            *(f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size")),
+            *(f"ssm.{name}" for name in ("time_step_rank", "group_count")),
+            RECURRENT,
+            ATTENDING_PERIOD,
+            DRAFTING_LAYERS,
+            "rope.dimension_sections",  # positions of images, which are all the same in a text
+        ),
+        delta_rules=True,
+        tensors={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z",
+            "ssm_beta": "linear_attn.in_proj_b",
+            "ssm_alpha": "linear_attn.in_proj_a",
+            "ssm_conv1d": "linear_attn.conv1d",
+            "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
         },
     ),
     "mistral3": GGUFFamily(

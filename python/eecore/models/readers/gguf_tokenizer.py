@@ -153,11 +153,12 @@ class _Split:
     """Whether text is first put into Unicode's NFC form."""
 
 
-def _words(digits: str) -> str:
-    """A splitting pattern like GPT-4's, with a pattern for the digits of a number."""
+def _words(digits: str, letters: str = r"\p{L}") -> str:
+    """A splitting pattern like GPT-4's, with a pattern for the digits of a number, and the
+    characters of words."""
     return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"|"
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}|"
+        rf" ?[^\s{letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
@@ -177,6 +178,7 @@ _SINGLE_DIGITS = _Split(single_digits=True)
 _LLAMA3 = _Split(_words(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
 _GPT4 = _Split(_words(r"\p{N}{1,3}"))
 _QWEN2 = _Split(_words(r"\p{N}"), composes=True)
+_QWEN35 = _Split(_words(r"\p{N}", r"\p{L}\p{M}"), composes=True)
 
 # How text is split, by the name in tokenizer.ggml.pre.
 SPLITS = {
@@ -196,6 +198,7 @@ SPLITS = {
     "tekken": _Split(_TEKKEN, ignore_merges=True, add_bos=True),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "qwen35": _QWEN35,
 }
 
 
