@@ -40,15 +40,21 @@ double read_rate(uintptr_t data, int64_t num_floats) {
   return 4.0 * static_cast<double>(params.num_floats) / time;
 }
 
-// Floating-point operations per second of chains of multiply-adds on torch's threads.
-double multiply_rate(bool bfloat16, int64_t steps) {
+eecore::cpu::Product product_of(const std::string& numbers) {
+  if (numbers == "float32") return eecore::cpu::Product::kFloat32;
+  if (numbers == "bfloat16") return eecore::cpu::Product::kBFloat16;
+  if (numbers == "int8") return eecore::cpu::Product::kInt8;
+  throw std::invalid_argument("numbers: expected float32, bfloat16 or int8, got " + numbers);
+}
+
+// Operations per second of independent multiply-adds on torch's threads.
+double multiply_rate(const std::string& numbers, int64_t steps) {
   float sink = 0.0f;
-  double flops = 0.0;
-  const auto dtype = bfloat16 ? eecore::DType::kBFloat16 : eecore::DType::kFloat32;
-  const eecore::cpu::MultiplyCeilingParams params{steps, dtype, &flops, &sink};
+  double operations = 0.0;
+  const eecore::cpu::MultiplyCeilingParams params{steps, product_of(numbers), &operations, &sink};
   const double time =
       seconds([&] { eecore::cpu::run_multiply_ceiling(params, eecore::torch_parallel()); });
-  return flops / time;
+  return operations / time;
 }
 
 eecore::BlockFormat block_format(const std::string& name) {
@@ -174,5 +180,5 @@ PYBIND11_MODULE(_C, module) {
            })
       .def("__len__", &Tape::num_calls);
   module.def("read_rate", &read_rate, py::arg("data"), py::arg("num_floats"));
-  module.def("multiply_rate", &multiply_rate, py::arg("bfloat16"), py::arg("steps"));
+  module.def("multiply_rate", &multiply_rate, py::arg("numbers"), py::arg("steps"));
 }

@@ -40,6 +40,16 @@ class Mutant:
         return self.file.startswith(("include/", "csrc/"))
 
 
+MEASUREMENTS = (
+    Mutant(
+        "peaks-of-all-threads",
+        "bench/harness/ceilings.py",
+        "{rate / threads / 1e9:.0f}",
+        "{rate / 1e9:.0f}",
+        "tests/bench/test_ceilings.py",
+    ),
+)
+
 CPU_KERNELS = (
     Mutant(
         "attention-page-edge",
@@ -2802,6 +2812,7 @@ MUTANTS = (
     *CALIBRATION,
     *INTEGRATIONS,
     *CHECKS,
+    *MEASUREMENTS,
     *CPU_KERNELS,
     *CUDA_KERNELS,
     *TRAINING,

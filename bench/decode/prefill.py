@@ -36,6 +36,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"weights": "int8", "dtype": "bfloat16"},
     "int4": {"weights": "int4", "dtype": "bfloat16"},
 }
+MULTIPLIED = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "int4": torch.int8,
+}
+"""The numbers whose products each kind is made of."""
 TRANSFORMERS_BITS = {"float32": "f32", "bfloat16": "bf16"}
 PEERS = {
     "transformers": "ratio_to_transformers",
@@ -92,13 +99,15 @@ def rows_of(
     """Figures on torch's threads; ``num_parameters``: of the layers, without the LM head."""
     turns = take_turns({name: partial(run, prompt) for name, run in runs.items()}, rounds)
     seconds = {name: seconds_of(its) for name, its in turns.items()}
-    ceiling = multiply_ceiling(torch.float32)
+    peaks = {dtype: multiply_ceiling(dtype) for dtype in set(MULTIPLIED.values())}
     rows = []
     for name, times in seconds.items():
         flops = 2 * num_parameters * len(prompt) / min(times)
+        numbers = MULTIPLIED[name.rpartition(" ")[2]]
         row = {"threads": torch.get_num_threads(), "tokens": len(prompt), "name": name}
         row |= {"seconds": times, "best_s": min(times)}
-        row |= {"gflops": flops / 1e9, "of_ceiling": flops / ceiling}
+        row |= {"gflops": flops / 1e9, "of_ceiling": flops / peaks[numbers]}
+        row["peak"] = str(numbers).removeprefix("torch.")
         for peer, ratio in PEERS.items():
             if f"{peer} {name}" in seconds:
                 row[ratio] = median_ratio(times, seconds[f"{peer} {name}"])
@@ -113,16 +122,16 @@ def markdown(result: Figures) -> str:
         ("tokens", "{tokens}"),
         ("ms", lambda row: f"{row['best_s'] * 1e3:.0f}"),
         ("tokens/s", lambda row: f"{row['tokens'] / row['best_s']:.0f}"),
-        ("of the multiply peak", "{of_ceiling:.0%}"),
+        ("of a multiply peak", "{of_ceiling:.0%} of {peak}"),
         *((f"to {peer}", f"{{{ratio}:.2f}}x") for peer, ratio in PEERS.items()),
     ]
     rows = [row for row in result["rows"] if not row["name"].startswith(tuple(PEERS))]
     about = (
         f"SmolLM2-135M-Instruct, best of {result['rounds']} rounds; int8 and int4 weights with "
-        "states in bfloat16. The peak is that of float32 multiply-adds, the share that of the "
-        "layers' products alone. Speed as a multiple of that of peers, median over rounds: "
-        f"transformers {result['transformers']} in the same dtype, {result['llama.cpp']} with the "
-        f"same 4-bit blocks. {in_words(result)}. `python -m bench prefill`"
+        "states in bfloat16. The peak is that of multiply-adds of the named numbers, the share "
+        "that of the layers' products alone. Speed as a multiple of that of peers, median over "
+        f"rounds: transformers {result['transformers']} in the same dtype, {result['llama.cpp']} "
+        f"with the same 4-bit blocks. {in_words(result)}. `python -m bench prefill`"
     )
     return f"{table_of(columns, rows, text_columns=2)}\n\n{about}"
 

@@ -54,9 +54,10 @@ def weights_lie(num_bytes: int) -> str:
 
 
 def multiply_ceiling(dtype: torch.dtype) -> float:
-    """Operations per second of multiply-adds, in bfloat16 with pairs if the CPU has them."""
-    is_bfloat16 = dtype == torch.bfloat16
-    return float(max(_C.multiply_rate(is_bfloat16, 1_000_000) for _ in range(4)))
+    """Operations per second of multiply-adds of float32, bfloat16 or int8, with the matrix tiles,
+    pairs or dot products of the capability in use."""
+    numbers = str(dtype).removeprefix("torch.")
+    return float(max(_C.multiply_rate(numbers, 1_000_000) for _ in range(4)))
 
 
 def ceilings() -> dict[str, float]:
@@ -66,17 +67,22 @@ def ceilings() -> dict[str, float]:
         "l3_read": read_ceiling(L3_FLOATS * 4),
         "float32_multiply": multiply_ceiling(torch.float32),
         "bfloat16_multiply": multiply_ceiling(torch.bfloat16),
+        "int8_multiply": multiply_ceiling(torch.int8),
     }
 
 
-def describe_ceilings(measured: dict[str, float]) -> str:
-    """A sentence on ceilings, for the text of a table."""
-    rates = {name: rate / 1e9 for name, rate in measured.items()}
+def describe_ceilings(measured: dict[str, float], threads: int) -> str:
+    """A sentence on ceilings that were measured on so many threads, for the text of a table."""
+    products = [
+        f"{rate / threads / 1e9:.0f} in {name.removesuffix('_multiply')}"
+        for name, rate in measured.items()
+        if name.endswith("_multiply")
+    ]
     return (
-        "Measured at the start of the run: memory read {dram_read:.1f} GB/s, L3 read {l3_read:.1f} "
-        "GB/s, multiply-adds {float32_multiply:.0f} GFLOP/s in float32 and "
-        "{bfloat16_multiply:.0f} in bfloat16"
-    ).format(**rates)
+        f"Measured in the same run: memory read {measured['dram_read'] / 1e9:.1f} GB/s, L3 read "
+        f"{measured['l3_read'] / 1e9:.1f} GB/s; multiply-adds, GOP/s a thread: "
+        f"{', '.join(products)}"
+    )
 
 
 def report(

@@ -47,7 +47,7 @@ def markdown(result: Figures) -> str:
     """The table, with a sentence on the measurement and a line for each case."""
     about = (
         f"{result['threads']} thread(s), {in_words(result)}. "
-        f"{describe_ceilings(result['ceilings'])}. "
+        f"{describe_ceilings(result['ceilings'], result['threads'])}. "
         "Times in microseconds; rates and shares by the fastest round; a share is of the read "
         "bandwidth (or of the multiply-add rate, if that share is larger) measured right after the "
         "case. Small cases are bound by the cost of a call; a large L3 holds a part of weights of "

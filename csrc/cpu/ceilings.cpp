@@ -1,6 +1,8 @@
 // The peak rates of the machine, measured by the simplest loops: read memory, multiply and add.
 // Benchmarks report their share of these, measured in the same run.
-#include "vec.h"
+#include "panel_lanes.h"
+#include "run.h"
+#include "tile_unit.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
@@ -30,43 +32,118 @@ void run_read_ceiling(const ReadCeilingParams& params, const Parallel& parallel)
   });
 }
 
-void run_multiply_ceiling(const MultiplyCeilingParams& params, const Parallel& parallel) {
+namespace {
+
+// Operations count twice: products and sums. Loops keep their results alive through `sink`.
+
+// Returns the operations of a step.
+double multiply_vectors(int64_t steps, [[maybe_unused]] Product product, float* sink) {
   // Twelve independent chains cover the latency of two multiply-add ports.
   constexpr int kChains = 12;
+  double operations = 2.0 * kWidth * kChains;
+  Vec chains[kChains];
+  // Different starts, or the compiler would merge the chains into one.
+  for (int j = 0; j < kChains; ++j) chains[j] = broadcast(1.0f + static_cast<float>(j));
+#if defined(__AVX512BF16__)
+  if (product == Product::kBFloat16) {
+    const __m512bh a = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
+    const __m512bh b = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x2edc));
+    for (int64_t i = 0; i < steps; ++i) {
+#pragma GCC unroll 12
+      for (Vec& c : chains) c.v = _mm512_dpbf16_ps(c.v, a, b);
+    }
+    operations *= 2;
+  } else
+#endif
+  {
+    const Vec a = broadcast(0.999999f), b = broadcast(1e-7f);
+    for (int64_t i = 0; i < steps; ++i) {
+#pragma GCC unroll 12
+      for (Vec& c : chains) c = fma(c, a, b);
+    }
+  }
+  Vec total = zero();
+  for (const Vec& c : chains) total = total + c;
+  if (sum(total) == 1.2345e30f) *sink = 1.0f;
+  return operations;
+}
+
+// The products that packed weights of 4 bits have, of as many rows as have their sums in registers.
+using Dot = PanelDot<8, 4>;
+constexpr int kDotRows = Dot::kTakesTurns ? 12 : 3;
+
+template <int kGroup = 0>
+[[gnu::always_inline]] inline void add_groups(const uint8_t* weights, const Bytes* x, Dot* dots) {
+  const Bytes w = load_bytes(weights + kGroup * kLaneBytes);
+#pragma GCC unroll 12
+  for (int row = 0; row < kDotRows; ++row) dots[row].template add<kGroup>(w, x[row]);
+  if constexpr (kGroup + 1 < Dot::kGroups) add_groups<kGroup + 1>(weights, x, dots);
+}
+
+double multiply_bytes(int64_t steps, float* sink) {
+  // Steps take turns with two lots of weights, or the compiler would multiply only once.
+  constexpr int64_t kLot = Dot::kGroups * kLaneBytes;
+  uint8_t weights[2 * kLot];
+  for (int i = 0; i < 2 * kLot; ++i) weights[i] = static_cast<uint8_t>((i + steps) % 16);
+  Bytes x[kDotRows];
+  Dot dots[kDotRows];
+  for (int row = 0; row < kDotRows; ++row) {
+    const int8_t columns[4] = {1, static_cast<int8_t>(row), -2, 3};
+    x[row] = broadcast_bytes(columns);
+    dots[row].begin(0);
+  }
+  for (int64_t i = 0; i < steps; ++i) add_groups(weights + i % 2 * kLot, x, dots);
+  for (const Dot& dot : dots) {
+    if (sum(to_vec(dot.total(0))) == 1.2345e30f) *sink = 1.0f;
+  }
+  return 2.0 * kLaneBytes * kDotRows * Dot::kGroups;
+}
+
+#if defined(__AVX512BF16__)
+// Two left tiles by two right ones, into four sums.
+template <typename U>
+double multiply_tiles(int64_t steps, Product product) {
+  alignas(64) uint8_t bytes[kTileSide * kTileRowBytes];
+  __builtin_memset(bytes, 1, sizeof(bytes));
+  U::begin();
+  U::template zero<0>(), U::template zero<1>(), U::template zero<2>(), U::template zero<3>();
+  U::template load<4>(bytes, kTileRowBytes), U::template load<5>(bytes, kTileRowBytes);
+  U::template load<6>(bytes, kTileRowBytes), U::template load<7>(bytes, kTileRowBytes);
+  for (int64_t i = 0; i < steps; ++i) {
+    if (product == Product::kInt8) {
+      U::template multiply_bytes<0, 4, 6>(), U::template multiply_bytes<1, 4, 7>();
+      U::template multiply_bytes<2, 5, 6>(), U::template multiply_bytes<3, 5, 7>();
+    } else {
+      U::template multiply<0, 4, 6>(), U::template multiply<1, 4, 7>();
+      U::template multiply<2, 5, 6>(), U::template multiply<3, 5, 7>();
+    }
+  }
+  U::end();
+  const int64_t columns = product == Product::kInt8 ? kTileRowBytes : kTileColumns;
+  return 2.0 * 4 * static_cast<double>(kTileSide * kTileSide * columns);
+}
+#endif
+
+double multiply(int64_t steps, Product product, float* sink) {
+#if defined(__AVX512BF16__)
+  const Tiles tiles = product == Product::kFloat32 ? Tiles::kNone : tiles_in_use();
+  if (tiles == Tiles::kHardware) return multiply_tiles<TileHardware>(steps, product);
+  if (tiles == Tiles::kModel) return multiply_tiles<TileModel>(steps, product);
+#endif
+  if (product == Product::kInt8) return multiply_bytes(steps, sink);
+  return multiply_vectors(steps, product, sink);
+}
+
+}  // namespace
+
+void run_multiply_ceiling(const MultiplyCeilingParams& params, const Parallel& parallel) {
   parallel_for(parallel, parallel.num_threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; ++thread) {
-      Vec chains[kChains];
-      // Different starts, or the compiler would merge the chains into one.
-      for (int j = 0; j < kChains; ++j) chains[j] = broadcast(1.0f + static_cast<float>(j));
-#if defined(__AVX512BF16__)
-      if (params.dtype == DType::kBFloat16) {
-        const __m512bh a = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
-        const __m512bh b = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x2edc));
-        for (int64_t i = 0; i < params.steps; ++i) {
-#pragma GCC unroll 12
-          for (Vec& c : chains) c.v = _mm512_dpbf16_ps(c.v, a, b);
-        }
-      } else
-#endif
-      {
-        const Vec a = broadcast(0.999999f), b = broadcast(1e-7f);
-        for (int64_t i = 0; i < params.steps; ++i) {
-#pragma GCC unroll 12
-          for (Vec& c : chains) c = fma(c, a, b);
-        }
-      }
-      Vec total = zero();
-      for (const Vec& c : chains) total = total + c;
-      if (sum(total) == 1.2345e30f) *params.sink = 1.0f;
+      const double operations = multiply(params.steps, params.product, params.sink);
+      if (thread > 0) continue;
+      *params.operations = operations * static_cast<double>(params.steps) * parallel.num_threads;
     }
   });
-#if defined(__AVX512BF16__)
-  const int per_lane = params.dtype == DType::kBFloat16 ? 2 : 1;
-#else
-  const int per_lane = 1;
-#endif
-  *params.flops =
-      2.0 * per_lane * kWidth * kChains * static_cast<double>(params.steps) * parallel.num_threads;
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -21,13 +21,15 @@ struct ReadCeilingParams {
   float* sink;  // [1]
 };
 
-// Multiplies and adds as fast as the machine can: float32, or bfloat16 pairs where the CPU has
-// them.
+// Numbers that are multiplied: bfloat16 as float32 where the CPU has no products of it.
+enum class Product : int8_t { kFloat32, kBFloat16, kInt8 };
+
+// Multiplies and adds as fast as the capability in use can.
 struct MultiplyCeilingParams {
-  int64_t steps;  // of every chain
-  DType dtype;
-  double* flops;  // [1], the number of operations done
-  float* sink;    // [1]
+  int64_t steps;
+  Product product;
+  double* operations;  // [1], the number of operations done
+  float* sink;         // [1]
 };
 
 enum class Tiles : int { kNone, kHardware, kModel };
