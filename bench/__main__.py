@@ -16,6 +16,7 @@ BENCHMARKS = {
     "tables": "bench.tables",
     "decode": "bench.decode.decode",
     "gguf": "bench.decode.gguf",
+    "sizes": "bench.decode.sizes",
     "prefill": "bench.decode.prefill",
     "depth": "bench.depth.depth",
     "modes": "bench.exits.modes",

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from bench.decode import gguf
-from bench.decode.models import make_random_gguf
+from bench.decode.random_files import make_random_gguf
 from bench.exits import drafts
 from bench.harness import peers
 from bench.harness.command import parser, say

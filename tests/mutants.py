@@ -42,6 +42,13 @@ class Mutant:
 
 MEASUREMENTS = (
     Mutant(
+        "an-own-head-counts-twice",
+        "bench/decode/sizes.py",
+        'tensors.pop("output.weight", embeddings)',
+        'tensors.get("output.weight", embeddings)',
+        "tests/bench/test_sizes.py",
+    ),
+    Mutant(
         "peaks-of-all-threads",
         "bench/harness/ceilings.py",
         "{rate / threads / 1e9:.0f}",

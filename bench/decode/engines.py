@@ -25,6 +25,7 @@ from bench.harness.processes import (
     Process,
     environment,
     own_paths,
+    peak_bytes,
 )
 from eecore.models.weights import BLOCK_FORMATS
 
@@ -105,6 +106,23 @@ class LlamaCpp:
         command += ["-fa", str(int(flash)), "-o", "jsonl"]
         command += ["-m", str(self.file), "-t", str(self.threads)]
         return float(self._json_line(command)["avg_ns"] / 1e9)
+
+    def first_token(self) -> tuple[float, int]:
+        """Seconds and peak memory of a process that loads the file and makes a token."""
+        command = ["-p", "0", "-n", "1", "-r", "1", "--no-warmup", "-m", self.file]
+        command += ["-t", str(self.threads)]
+        began, peak = time.perf_counter(), 0
+        with subprocess.Popen(
+            [peers.llama_cpp_program("llama-bench"), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment(self.threads),
+        ) as process:
+            while process.poll() is None:
+                peak = max(peak, peak_bytes(process.pid))
+                time.sleep(0.01)
+        return time.perf_counter() - began, peak
 
     def close(self) -> None:
         pass

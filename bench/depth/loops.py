@@ -27,7 +27,7 @@ import torch
 
 import eecore
 from bench.decode import gguf
-from bench.decode.models import NANBEIGE, OURO, make_random_gguf
+from bench.decode.random_files import NANBEIGE, OURO, make_random_gguf
 from bench.depth.decoding import Decoding
 from bench.harness import peers
 from bench.harness.command import parser, say

@@ -82,6 +82,15 @@ class Process:
         return (lines[-1] if lines else f"exit code {self.process.returncode}")[:300]
 
 
+def peak_bytes(process: int) -> int:
+    """The largest resident memory that a running program has had; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    return 0
+
+
 def environment(threads: int, paths: Sequence[Path] = ()) -> dict[str, str]:
     """The environment of an engine's process: the caller's, with only ``threads`` for threads."""
     steering = ("OMP_", "GOMP_", "KMP_", "MKL_")

@@ -25,6 +25,7 @@ ON_CPU = "--device cpu --json {folder}/rows.json"
 SMALLEST = {
     "decode": "--quick",
     "gguf": f"{ONE} --threads 1 --tokens 4",
+    "sizes": f"{ONE} --models LFM2-350M --weights int8 --threads 1 --tokens 4",
     "prefill": f"{SHORT} --threads 1 --prompt-tokens 16",
     "depth": f"{ONE} --models tiny --weights float32 --threads 1 --steps 2",
     "modes": f"{SHORT} --max-tokens 4",
