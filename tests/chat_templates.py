@@ -218,6 +218,48 @@ ALTERNATING = """
 {%- endfor %}
 """
 
+# Tools as a list in the system's message, results as messages of a tool, but no calls.
+LISTED = """
+{{- bos_token }}
+{%- set ns = namespace(system="") %}
+{%- if messages[0].role == "system" %}
+    {%- set ns.system = messages[0].content + "\\n" %}{%- set messages = messages[1:] %}
+{%- endif %}
+{%- if tools %}
+    {%- set listed = tools | map("tojson") | join(", ") %}
+    {%- set ns.system = ns.system + "List of tools: [" + listed + "]" %}
+{%- endif %}
+{%- if ns.system %}{{- "<|im_start|>system\\n" + ns.system + "<|im_end|>\\n" }}{%- endif %}
+{%- for message in messages %}
+    {%- set said = message.content %}
+    {%- if message.role == "tool" %}
+        {%- set said = "<|tool_response_start|>" + said + "<|tool_response_end|>" %}
+    {%- endif %}
+    {{- "<|im_start|>" + message.role + "\\n" + said + "<|im_end|>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{%- endif %}
+"""
+
+# The same with calls in Python, whose texts are not escaped, and thoughts in a field of their own.
+PYTHON = LISTED.replace(
+    '{{- "<|im_start|>" + message.role + "\\n" + said + "<|im_end|>\\n" }}',
+    """{{- "<|im_start|>" + message.role + "\\n" }}
+    {%- if message.thinking is defined %}
+        {{- "<think>" + message.thinking + "</think>" }}
+    {%- endif %}
+    {{- said }}
+    {%- for tool_call in message.tool_calls or [] %}
+        {{- "<|tool_call_start|>[" if loop.first else ", " }}
+        {{- tool_call.function.name + "(" }}
+        {%- for name, value in tool_call.function.arguments.items() %}
+            {{- (", " if not loop.first else "") + name + "=" }}
+            {{- "'" + value + "'" if value is string else value | string }}
+        {%- endfor %}
+        {{- ")" + ("]<|tool_call_end|>" if loop.last else "") }}
+    {%- endfor %}
+    {{- "<|im_end|>\\n" }}""",
+)
+
 # No role for the system, whose message begins the first user's; content in parts.
 TURNS = """
 {{- bos_token }}
@@ -296,6 +338,8 @@ TEMPLATES = {
     "thoughts": THOUGHTS,
     "parameters": PARAMETERS,
     "alternating": ALTERNATING,
+    "listed": LISTED,
+    "python": PYTHON,
 }
 # These templates decide about the form of a call in a history.
 PARTICULAR = {"fences": FENCES, "bare": BARE, "tags": TAGS}

@@ -189,8 +189,8 @@ def test_its_own_answers_can_be_sent_back(
             texts.add(text(served, USER, each, *results, tools=TOOLS))
         (said,) = texts
         for i in range(count):
-            shown = f"<parameter=at>\n{i}\n" if template == "parameters" else f'"at": {i}'
-            assert shown in said
+            own = {"parameters": f"<parameter=at>\n{i}\n", "python": f"now(at={i})"}
+            assert own.get(template, f'"at": {i}') in said
             assert f"result {i}" in said
         assert "None" not in said
         assert "parsed" not in said
@@ -227,6 +227,19 @@ def test_a_template_without_tools_gets_them_as_text(
     assert "<tools>" not in without
     assert "result 1" in without
     assert '"at": 1' in without
+
+
+def test_results_stay_those_of_a_tool_where_a_template_has_them(served: ServedModel) -> None:
+    """A template that shows tools but no calls gets the calls as text in the model's own form."""
+    served.tokenizer.chat_template = TEMPLATES["listed"]
+    served.tool_format = FORMATS["lfm2"]
+    said = text(served, USER, CALLS, *RESULTS, tools=TOOLS)
+    calls = "assistant\nHm.\n<|tool_call_start|>[now(at=1), now()]<|tool_call_end|><|im_end|>\n"
+    results = [
+        f"tool\n<|tool_response_start|>result {i}<|tool_response_end|><|im_end|>\n"
+        for i in range(2)
+    ]
+    assert said.endswith("<|im_start|>".join(["", calls, *results, "assistant\n"]))
 
 
 def test_several_calls_go_one_by_one_where_a_template_takes_one(served: ServedModel) -> None:

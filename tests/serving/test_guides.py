@@ -21,7 +21,7 @@ from eecore.planning.grammars import Grammars
 from eecore.serving import guides
 from eecore.serving.answering import STUCK_SECONDS
 from eecore.serving.protocol import ChatRequest
-from eecore.serving.tool_calls import FORMATS
+from eecore.serving.tool_calls import FORMATS, ToolCall
 from eecore.serving.xml_calls import tagged_parameters
 from servers import Asker, asker, assert_idle, events
 
@@ -364,6 +364,58 @@ def test_calls_as_tags_follow_the_schemas() -> None:
     either = guide_of(read_chat(tools=tools, response_format=form), "qwen3_coder")
     assert all(accepts(either, each) for each in ("{}", good[0], tagged("limited", code="ab")))
     assert not accepts(either, "no")
+
+
+def test_calls_in_python_follow_the_schemas() -> None:
+    """Parameters come in the schema's order; the model's form has several calls in a list."""
+    trip = {"type": "function", "function": {"name": "trip", "parameters": TRIP}}
+    optional = tool("either", a={"type": "integer"}, b={"type": "boolean"})
+    optional["function"]["parameters"]["required"] = []
+    late = tool("late", a={"type": "integer"}, b={"type": "boolean"})
+    late["function"]["parameters"]["required"] = ["b"]
+    rich = {"name": "rich", "parameters": {"properties": {}, "minProperties": 0}}
+    tools = [trip, TOOLS[2], optional, late, LIMITED, {"type": "function", "function": rich}]
+    good = [
+        'trip(place="Zürich \\"See\\"")',
+        'trip(place="", unit="c", days=[1, 2], note=null)',
+        'trip(place="a", note="b"), off(), either()',
+        "either(a=1), either(b=true), either(a=1, b=false), late(b=true), late(a=1, b=true)",
+        'limited(code="ab")',
+        '{"name": "rich", "arguments": {}}',
+    ]
+    bad = [
+        "",
+        "trip()",
+        'trip(unit="c", place="a")',
+        'trip(place="a", unit="k")',
+        'trip(place="a", days=[1.5])',
+        'trip(place="a",)',
+        'trip(place="a", more="b")',
+        "either(, b=true)",
+        "late()",
+        "late(a=1)",
+        'limited(code="abc")',
+        "other()",
+    ]
+    body = read_chat(tools=tools, tool_choice="required")
+    calls, guide = guides.expected_calls(body, FORMATS["lfm2"]), guide_of(body, "lfm2")
+    assert calls is not None
+    for said in (*good, *bad):
+        text = f"<|tool_call_start|>[{said}]<|tool_call_end|>"
+        assert accepts(guide, text) == (said in good), said
+        assert said in bad or all(map(is_call, calls.reader().add(text, last=True)))
+    one = guide_of(body.model_copy(update={"parallel_tool_calls": False}), "lfm2")
+    assert accepts(one, "<|tool_call_start|>[off()]<|tool_call_end|>")
+    assert not accepts(one, "<|tool_call_start|>[off(), off()]<|tool_call_end|>")
+    form = {"type": "json_schema", "json_schema": {"schema": {"properties": {}}}}
+    either = guide_of(read_chat(tools=tools, response_format=form), "lfm2")
+    assert accepts(either, '<|tool_call_start|>[off(a=1, b="c")]<|tool_call_end|>')
+    assert accepts(either, "{}")
+    assert not accepts(either, "no")
+
+
+def is_call(part: str | ToolCall) -> bool:
+    return isinstance(part, ToolCall)
 
 
 def test_schemas_that_refer_to_themselves_are_read_once() -> None:

@@ -44,12 +44,18 @@ TAGS = (
     "<function=weather>\n<parameter=place>\nZürich\n</parameter>\n"
     "<parameter=days>\n[1, 2.5]\n</parameter>\n</function>"
 )
+PYTHON = "weather(place=\"Zürich\", days=[1, 2.5, {'a': True}])"
+IN_PYTHON = ("weather", '{"place": "Zürich", "days": [1, 2.5, {"a": true}]}')
 TAGGED = ("weather", '{"place": "Zürich", "days": [1, 2.5]}')
 
 
 def tags(**values: str) -> str:
     parts = [f"<parameter={name}>{value}</parameter>" for name, value in values.items()]
     return f"<tool_call><function=weather>{''.join(parts)}</function></tool_call>"
+
+
+def in_python(*calls: str) -> str:
+    return f"<|tool_call_start|>[{', '.join(calls)}]<|tool_call_end|>"
 
 
 Found = tuple[str, list[tuple[str, str]]]
@@ -177,6 +183,59 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         "",
         [("time", '{"a": [1], "b": "x"}')],
     ),
+    "python": ("lfm2", in_python(PYTHON), "", [IN_PYTHON]),
+    "python, two": ("lfm2", in_python(PYTHON, "time( )"), "", [IN_PYTHON, TIME]),
+    "python, two blocks": (
+        "lfm2",
+        f"I <see>. {in_python(PYTHON)}{in_python('time()')}",
+        "I <see>. ",
+        [IN_PYTHON, TIME],
+    ),
+    "python, not closed": ("lfm2", in_python(PYTHON)[: -len("end|>")], "", [IN_PYTHON]),
+    "python, alone": (
+        "lfm2",
+        f"<|tool_call_start|>\n{PYTHON}\n<|tool_call_end|>",
+        "",
+        [IN_PYTHON],
+    ),
+    "JSON where python is": (
+        "lfm2",
+        f'<|tool_call_start|>[{CALL}, {{"name": "time"}}]<|tool_call_end|>',
+        "",
+        [WEATHER, TIME],
+    ),
+    "quotes within texts": (
+        "lfm2",
+        in_python(
+            """time(a='it's "so"', b="", c=\'\'\'x', y\'\'\', """
+            """d = "a 'b' c", e='\\'\\\\',)"""
+        ),
+        "",
+        [
+            (
+                "time",
+                json.dumps({"a": 'it\'s "so"', "b": "", "c": "x', y", "d": "a 'b' c", "e": "'\\"}),
+            )
+        ],
+    ),
+    "escapes of both languages": (
+        "lfm2",
+        in_python(r"""time(a='\x41\u00e4\d', b="\ud83c\udf89\/", c="\x41", d='1""" + "\n2')"),
+        "",
+        [("time", r'{"a": "Aä\\d", "b": "🎉/", "c": "A", "d": "1\n2"}')],
+    ),
+    "constants of both languages": (
+        "lfm2",
+        in_python("time(a=[True, false, None, null], b=-1.50, c=07, d=.5, e={'f': +1}, g=1e3)"),
+        "",
+        [
+            (
+                "time",
+                '{"a": [true, false, null, null], "b": -1.50, "c": 7, "d": 0.5, "e": {"f": 1}, '
+                '"g": 1e3}',
+            )
+        ],
+    ),
     "mistral, after text": ("mistral", f"Yes [[ [TOOL_CALLS] [{CALL}] ", "Yes [[ ", [WEATHER]),
 }
 
@@ -226,6 +285,25 @@ BAD = [
     ("qwen3_coder", "Write <function=weather> and <function"),
     ("qwen3_coder", "<tool_call><function=weather\n></function></tool_call>"),
     ("qwen3_coder", "<tool_call><function=weather><parameter=></parameter></function>"),
+    ("lfm2", in_python("launch()")),
+    ("lfm2", in_python("time('a')")),
+    ("lfm2", in_python("time(a=b)")),
+    ("lfm2", in_python("time(a=time())")),
+    ("lfm2", in_python("time(a=(1, 2))")),
+    ("lfm2", in_python("time(a={b=1})")),
+    ("lfm2", in_python("time(a=nan)")),
+    ("lfm2", in_python("time(a=NaN)")),
+    ("lfm2", in_python("time(a=1}")),
+    ("lfm2", in_python("time(a='\\ud800')")),
+    ("lfm2", in_python("time(a='\\U00110000')")),
+    ("lfm2", in_python("time() weather()")),
+    ("lfm2", in_python("[time()]")),
+    ("lfm2", in_python("[1]")),
+    ("lfm2", in_python()),
+    ("lfm2", in_python("time(=1)")),
+    ("lfm2", "<|tool_call_start|>[time(a='"),
+    ("lfm2", f"{in_python('time()')[:-5]}, and"),
+    ("lfm2", "Call time(a=1) or [time()], <|tool_call"),
     ("mistral", f"[TOOL_CALLS] [{CALL}, "),
     ("mistral", f'[TOOL_CALLS] [{CALL}, {{"name": "launch", "arguments": {{}}}}]'),
     ("mistral", "[TOOL_CALLS] none [TOOL_CALL"),
@@ -276,7 +354,17 @@ def test_answers_that_were_tampered_with(seed: int) -> None:
     """Every split gives the same; without calls, all of the text."""
     random = Random(seed)
     answers = [answer for _, answer, _, _ in GOOD.values()] + [answer for _, answer in BAD]
-    parts = [CALL, LLAMA, *'{}[]"\\;:, \n<', "<tool_call>", "</tool_call>", "[TOOL_CALLS]"]
+    parts = [
+        CALL,
+        LLAMA,
+        PYTHON,
+        "<|tool_call_start|>[",
+        "<|tool_call_end|>",
+        *"{}[]()=\"'\\;:, \n<",
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+    ]
     for _ in range(300):
         answer = random.choice(answers)[:800]
         for _ in range(random.randrange(4)):
@@ -323,7 +411,7 @@ def test_text_is_given_at_once() -> None:
 
 def test_a_parser_is_chosen_by_the_chat_template() -> None:
     known = {"headers": "llama3", "thoughts": "hermes", "alternating": "mistral"}
-    known["parameters"] = "qwen3_coder"
+    known |= {"parameters": "qwen3_coder", "listed": "lfm2", "python": "lfm2"}
     for name, template in TEMPLATES.items():
         assert tool_format("auto", template) is FORMATS[known[name]]
         assert tool_format("none", template) is None

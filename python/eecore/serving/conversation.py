@@ -65,7 +65,7 @@ def conversation(served: ServedModel, body: Conversation, *, with_tools: bool = 
             elif habits.shows_calls or not habits.tools_in:
                 messages = habits.written(messages)
             else:
-                messages = _in_text(messages, form)
+                messages = _in_text(messages, form, results=not habits.shows_results)
         return tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=body.add_generation_prompt,
@@ -189,6 +189,7 @@ class _Habits:
         one_call: an answer has one call at most.
         shows_calls: the template writes calls.
         shows_tools: the text has the tools.
+        shows_results: the text has the tools, and the results of calls.
         tools_in: the role of the message that can describe tools; "": the text has only the last
             message, whatever that is.
     """
@@ -198,6 +199,7 @@ class _Habits:
     one_call: bool = False
     shows_calls: bool = False
     shows_tools: bool = False
+    shows_results: bool = False
     tools_in: str = ""
 
     def written(self, messages: Iterable[Message]) -> list[Message]:
@@ -269,22 +271,31 @@ def _habits(source: str, special_tokens: tuple[tuple[str, str], ...]) -> _Habits
     function = {"name": NAMES[0], "description": "a", "parameters": parameters}
     tools = [{"type": "function", "function": function}]
     texts = list(filter(None, (rendered(each, tools) for each in ([user], [system, user]))))
+    shows_tools = bool(texts) and all(NAMES[0] in text for text in texts)
+    answered = [user, {"role": "assistant", "content": "a"}, {"role": "tool", "content": MARK}]
     places = {"system": [system, user], "user": turns}
     return replace(
         best,
         one_call=one > 0 and seen(best, NAMES) <= one,
         shows_calls="tool_calls" in source and bool(called(best, NAMES[:1])),
-        shows_tools=bool(texts) and all(NAMES[0] in text for text in texts),
+        shows_tools=shows_tools,
+        shows_results=shows_tools and MARK in rendered(answered),
         tools_in=next((role for role in places if MARK in rendered(places[role])), ""),
     )
 
 
-def _in_text(messages: Iterable[Message], form: ToolFormat) -> list[Message]:
-    """Messages whose calls and results are text."""
+def _in_text(
+    messages: Iterable[Message], form: ToolFormat, *, results: bool = True
+) -> list[Message]:
+    """Messages whose calls are text, and whose results are text of the user.
+
+    Args:
+        results: False: the results stay messages of a tool.
+    """
     made: list[Message] = []
     is_result = False
     for message in messages:
-        follows_result, is_result = is_result, message.get("role") == "tool"
+        follows_result, is_result = is_result, results and message.get("role") == "tool"
         if is_result:
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
             message = {"role": "user", "content": text}

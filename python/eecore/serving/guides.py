@@ -10,6 +10,7 @@ from typing import Any
 from eecore.errors import GuideError
 from eecore.guide import Guide, check_types, enforceable
 from eecore.serving.protocol import ChatRequest, GenerationRequest
+from eecore.serving.python_calls import WORD
 from eecore.serving.refusals import ApiError, invalid
 from eecore.serving.tool_calls import ExpectedCalls, ToolFormat
 from eecore.serving.xml_calls import (
@@ -18,6 +19,7 @@ from eecore.serving.xml_calls import (
     OPENS,
     PARAMETER_CLOSES,
     PARAMETER_OPENS,
+    single_parameters,
     tagged_parameters,
 )
 from eecore.values import shown
@@ -161,10 +163,13 @@ def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any] | None]) 
     form = calls.format
     kinds, rules, names = [], [], []
     for number, (function, schema) in enumerate(zip(calls.functions, parameters, strict=True)):
-        tags = _tags(f"tags_{number}", function["name"], schema) if form.has_tags else None
-        if tags is not None:
-            names.append(f"tags_{number}")
-            rules += tags
+        own = None
+        if form.has_tags or form.is_python:
+            make = _tags if form.has_tags else _in_python
+            own = make(f"call_{number}", function["name"], schema)
+        if own is not None:
+            names.append(f"call_{number}")
+            rules += own
             continue
         arguments = {"type": "object"} if schema is None else schema
         kinds.append(
@@ -177,7 +182,7 @@ def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any] | None]) 
         )
     if kinds:
         value: dict[str, Any] = {"anyOf": kinds}
-        if form.is_list:
+        if form.is_list and not form.is_python:
             value = {"type": "array", "items": value, "minItems": 1}
             if calls.max_calls is not None:
                 value["maxItems"] = calls.max_calls
@@ -185,7 +190,11 @@ def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any] | None]) 
         rules.append(f"json_call: {_on_one_line(value)}")
     parts = [_marker(form, marker) for marker in (form.begins, form.ends) if marker]
     parts.insert(bool(form.begins), "call")
-    return "\n".join([" ".join(parts), f"call: {' | '.join(names)}", *rules, ""])
+    call = " | ".join(names)
+    if form.is_python:
+        rules.append(f"one: {call}")
+        call = '"[" one "]"' if calls.max_calls == 1 else '"[" one (", " one)* "]"'
+    return "\n".join([" ".join(parts), f"call: {call}", *rules, ""])
 
 
 def _marker(form: ToolFormat, text: str) -> str:
@@ -222,6 +231,40 @@ def _tags(rule: str, name: str, schema: Mapping[str, Any] | None) -> list[str] |
         opens = _quoted(f"{PARAMETER_OPENS}{each}>\n")
         rules.append(f"{own}: {opens} {value}")
     return [f"{rule}: {' '.join([*parts, _quoted(CLOSES)])}", *rules]
+
+
+def _in_python(rule: str, name: str, schema: Mapping[str, Any] | None) -> list[str] | None:
+    """The grammar rules of a call in Python; None where it cannot follow the schema."""
+    begins = _quoted(f"{name}(")
+    if schema is None:
+        return [
+            f'{rule}: {begins} ({rule}_any (", " {rule}_any)*)? ")"',
+            f'{rule}_any: /[A-Za-z_][A-Za-z0-9_]*/ "=" {rule}_value',
+            f"{rule}_value: {_on_one_line({})}",
+        ]
+    parameters = single_parameters(schema)
+    if parameters is None or not all(map(WORD.fullmatch, (name, *parameters))):
+        return None
+    rules, required = list[str](), schema.get("required", ())
+    follows, is_needed = "", False  # the rule of what may follow a parameter, and whether it must
+    for number, (each, given) in reversed([*enumerate(parameters.items())]):
+        own = f"{rule}_{number}"
+        more = _perhaps(f'", " {follows}', not is_needed) if follows else ""
+        rules.append(f"{own}: {_quoted(f'{each}=')} {own}_value {more}")
+        rules.append(f"{own}_value: {_on_one_line(given)}")
+        is_needed = is_needed or each in required
+        if each in required or not follows:
+            follows = own
+        else:
+            rules.append(f"{own}_on: {own} | {follows}")
+            follows = f"{own}_on"
+    arguments = _perhaps(follows, not is_needed) if follows else ""
+    return [f'{rule}: {begins} {arguments} ")"', *rules]
+
+
+def _perhaps(part: str, is_optional: bool) -> str:
+    """A part of a grammar rule, which may be missing."""
+    return f"({part})?" if is_optional else part
 
 
 def _text_up_to(end: str, rule: str) -> str:

@@ -18,7 +18,8 @@ import msgspec
 
 from eecore.models import Tokenizer
 from eecore.models.text.thinking import overlap
-from eecore.serving import xml_calls
+from eecore.serving import python_calls, xml_calls
+from eecore.serving.python_calls import PythonCalls
 from eecore.serving.xml_calls import XmlCall
 
 SPACE = re.compile(r"\s*")
@@ -62,6 +63,7 @@ class ToolFormat:
         arguments: the name of the field of the arguments.
         is_list: a block has a list of calls.
         has_tags: a block has calls as tags, or as JSON all the same.
+        is_python: a block has calls in Python, or as JSON all the same.
         id_length: length of the ids, where the family's templates insist on one.
         hints: texts that only the family's chat templates have.
         tokens: the markers that are tokens of the model, with their ids.
@@ -73,6 +75,7 @@ class ToolFormat:
     arguments: str = "arguments"
     is_list: bool = False
     has_tags: bool = False
+    is_python: bool = False
     id_length: int | None = None
     hints: tuple[str, ...] = ()
     tokens: tuple[tuple[str, int], ...] = ()
@@ -85,12 +88,17 @@ class ToolFormat:
     @property
     def begins(self) -> str:
         """The text before a call that has to be made."""
-        return "" if self.is_rest else f"{self.opens}\n" if self.closes else self.opens
+        return "" if self.is_rest else f"{self.opens}{self._line_end}"
 
     @property
     def ends(self) -> str:
         """The text after it."""
-        return f"\n{self.closes}" if self.closes else ""
+        return f"{self._line_end}{self.closes}"
+
+    @property
+    def _line_end(self) -> str:
+        """The text between a marker and a call."""
+        return "\n" if self.closes and not self.is_python else ""
 
     @property
     def markers(self) -> list[str]:
@@ -105,6 +113,8 @@ class ToolFormat:
         """The text of calls with these names and arguments."""
         if self.has_tags:
             texts = [xml_calls.written(*call) for call in calls]
+        elif self.is_python:
+            texts = [python_calls.written(*call) for call in calls]
         else:
             made = [{"name": name, self.arguments: arguments} for name, arguments in calls]
             texts = [json.dumps(each, ensure_ascii=False) for each in made]
@@ -125,6 +135,13 @@ FORMATS = {
         "<tool_call>", "</tool_call>", has_tags=True, hints=(xml_calls.PARAMETER_OPENS,)
     ),
     "hermes": ToolFormat("<tool_call>", "</tool_call>", hints=("<tool_call>",)),
+    "lfm2": ToolFormat(
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        is_list=True,
+        is_python=True,
+        hints=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
+    ),
     "llama3": ToolFormat(
         "<|python_tag|>",
         is_rest=True,
@@ -268,7 +285,7 @@ class _Block:
         self.calls: list[tuple[str, str]] = []
         """Name and arguments of each call."""
         self._at = begin
-        self._value: _Value | XmlCall | None = None
+        self._value: _Value | XmlCall | PythonCalls | None = None
 
     def end(self, text: str, last: bool) -> int | None:
         """The block's end in a text that begins with it; None: not known yet.
@@ -282,7 +299,9 @@ class _Block:
                 if begin == len(text):
                     _unless_last(last)
                     return None
-                if text[begin] in "{[":
+                if self._format.is_python:
+                    self._value = PythonCalls(begin)
+                elif text[begin] in "{[":
                     self._value = _Value(begin)
                 elif self._format.has_tags:
                     self._value = XmlCall(begin, self._schemas)
@@ -309,10 +328,12 @@ class _Block:
                 return None
             self._at, self._value = start, None
 
-    def _read(self, value: _Value | XmlCall, text: str) -> list[tuple[str, str]]:
+    def _read(self, value: _Value | XmlCall | PythonCalls, text: str) -> list[tuple[str, str]]:
         """The calls of a complete value."""
         if isinstance(value, XmlCall):
             return [(value.name, value.arguments(self._schemas[value.name]))]
+        if isinstance(value, PythonCalls):
+            text = value.json
         return _calls(text, self._schemas, not self._format.is_rest)
 
     def _closed(self, text: str, last: bool) -> int | None:

@@ -90,7 +90,7 @@ class XmlCall:
                 raise ValueError(name)
             self.name, self._at = name, self._at + len(OPENS) + len(name) + 1
         elif self._parameter is None:
-            at = _after_space(text, self._at)
+            at = after_space(text, self._at)
             if text.startswith(CLOSES, at):
                 self._end = at + len(CLOSES)
             elif CLOSES.startswith(text[at:]):
@@ -111,7 +111,7 @@ class XmlCall:
             self._search = max(self._search, len(text) - len(PARAMETER_CLOSES))
             return False
         after = found + len(PARAMETER_CLOSES)
-        at = _after_space(text, after)
+        at = after_space(text, after)
         tags = (PARAMETER_OPENS, CLOSES)
         if text.startswith(tags, at):
             value = text[self._at : found].removeprefix("\n")
@@ -140,7 +140,8 @@ def _name(text: str, at: int, opens: str) -> str | None:
     return found[0]
 
 
-def _after_space(text: str, at: int) -> int:
+def after_space(text: str, at: int) -> int:
+    """The position of the next character that is no space."""
     found = SPACE.match(text, at)
     return at if found is None else found.end()
 
@@ -237,11 +238,9 @@ def _types_of(
     return set()
 
 
-def tagged_parameters(schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The parameters of a function, where texts in tags can follow its schema; else None.
-
-    Each has a schema that stands alone, with the definitions that it refers to; None for a free
-    text; a list for one of some texts.
+def single_parameters(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]] | None:
+    """The parameters of a function, each with a schema that stands alone, with the definitions that
+    it refers to; None where more than these schemas has to hold.
     """
     properties, required = schema.get("properties", {}), schema.get("required", [])
     inner = json.dumps({name: each for name, each in schema.items() if name != "$id"})
@@ -252,18 +251,34 @@ def tagged_parameters(schema: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     room = MAX_TEXT // (len(json.dumps(definitions)) + 1)
+    made: dict[str, Mapping[str, Any]] = {}
+    for name, given in properties.items():
+        if not isinstance(given, Mapping):
+            return None
+        refers = '"$ref"' in json.dumps(given)
+        room -= refers
+        if room < 0:
+            return None
+        made[name] = {**given, **definitions} if refers else given
+    return made
+
+
+def tagged_parameters(schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The parameters of a function, where texts in tags can follow its schema; else None.
+
+    Each has a schema that stands alone; None for a free text; a list for one of some texts.
+    """
+    parameters = single_parameters(schema)
+    if parameters is None:
+        return None
     made: dict[str, Any] = {}
     known: dict[int, set[str]] = {}
-    for name, given in properties.items():
-        if not NAME.fullmatch(name) or not isinstance(given, Mapping):
+    for name, given in parameters.items():
+        if not NAME.fullmatch(name):
             return None
         kinds, resolved = _types(given, schema, known), _resolved(given, schema)
         if "string" not in kinds:
-            refers = '"$ref"' in json.dumps(given)
-            room -= refers
-            if room < 0:
-                return None
-            made[name] = {**given, **definitions} if refers else given
+            made[name] = given
         elif kinds == {"string"} and not resolved.keys() - _SAYING:
             texts = [resolved["const"]] if "const" in resolved else resolved.get("enum")
             if texts and any(not _is_tagged_as_it_is(each) for each in texts):
