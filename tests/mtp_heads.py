@@ -1,20 +1,25 @@
-"""A small random MiMo with the layer that drafts further tokens, and that layer in plain PyTorch.
+"""Small random models with the layer that drafts further tokens, and that layer in plain PyTorch.
 
-The formula is that of MiMo's own model file and of vLLM's: the state after the model's final norm
-comes before the embedding, which is left out at a text's first position.
+The formula of MiMo's is that of its own model file and of vLLM's: the state after the model's final
+norm comes before the embedding, which is left out at a text's first position. The formula of
+Qwen3.5's is that of vLLM's model file and of llama.cpp's: the embedding comes first, and is never
+left out.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.qwen3_5 import Qwen3_5TextConfig, modeling_qwen3_5
 
 from plain_layers import PlainLayer
+from tiny_families import fill, write_family
 from tiny_models import random_tensors, write_model
 
 LAYER = "model.mtp_layers.0."
@@ -68,4 +73,81 @@ def reference_drafts(
         probabilities.append(float(chances.max()))
         embedded = stored["model.embed_tokens.weight"][drafts[-1:]]
         positions = positions[-1:] + 1
+    return drafts, probabilities
+
+
+class _QwenLayer(torch.nn.Module):
+    """The parts of Qwen3.5's layer, with the names of its tensors."""
+
+    def __init__(self, config: Qwen3_5TextConfig) -> None:
+        super().__init__()
+        norm = modeling_qwen3_5.Qwen3_5RMSNorm
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = torch.nn.Linear(2 * size, size, bias=False)
+        self.layers = torch.nn.ModuleList([modeling_qwen3_5.Qwen3_5DecoderLayer(config, 0)])
+        self.norm, self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (
+            norm(size, eps=eps) for _ in range(3)
+        )
+
+    def together(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """What the decoder layer takes."""
+        both = self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states)
+        return self.fc(torch.cat(both, 1))
+
+
+def _qwen_layer(directory: Path) -> _QwenLayer:
+    config = Qwen3_5TextConfig(**json.loads((directory / "config.json").read_text()))
+    config.layer_types, config._attn_implementation = ["full_attention"], "eager"
+    return _QwenLayer(config)
+
+
+def write_qwen3_5(directory: Path, family: str = "qwen3_5", seed: int = 0) -> Path:
+    """Write a model of one of the shapes of a family into a directory, and return it."""
+    write_family(directory, family, seed)
+    layer = _qwen_layer(directory)
+    fill(layer, seed + 1)
+    file, weights = directory / "config.json", directory / "model.safetensors"
+    tensors = {f"mtp.{name}": tensor.detach() for name, tensor in layer.state_dict().items()}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "mtp_num_hidden_layers": 1}))
+    save_file(load_file(weights) | tensors, weights)
+    return directory
+
+
+def as_part(directory: Path) -> None:
+    """Turn a directory of a text model into that of a multimodal model."""
+    file, weights = directory / "config.json", directory / "model.safetensors"
+    text = json.loads(file.read_text())
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+    whole |= {"text_config": text, "tie_word_embeddings": text.pop("tie_word_embeddings")}
+    file.write_text(json.dumps(whole))
+    stored = load_file(weights).items()
+    part = "model.language_model."
+    tensors = {re.sub(r"^model\.", part, name): tensor for name, tensor in stored}
+    save_file(tensors, weights, {"format": "pt"})
+
+
+@torch.no_grad()
+def reference_qwen3_5(
+    directory: Path, states: Tensor, tokens: list[int], count: int
+) -> tuple[list[int], list[float]]:
+    """Drafts and their probabilities, as :func:`reference_drafts`; all positions are computed for
+    each draft."""
+    stored, layer = load_file(directory / "model.safetensors"), _qwen_layer(directory)
+    layer.load_state_dict(
+        {name.removeprefix("mtp."): t for name, t in stored.items() if name.startswith("mtp.")}
+    )
+    table = stored["model.embed_tokens.weight"]
+    rotary = modeling_qwen3_5.Qwen3_5TextRotaryEmbedding(layer.layers[0].self_attn.config)
+    taken = layer.together(table[torch.tensor(tokens[1:])], states)
+    drafts, probabilities = list[int](), list[float]()
+    for _ in range(count):
+        length = len(taken)
+        mask = torch.full((length, length), -torch.inf).triu(1)
+        rotated = rotary(taken[None], torch.arange(length)[None])
+        made = layer.layers[0](taken[None], rotated, attention_mask=mask[None, None])[0]
+        states = layer.norm(made[-1:])
+        chances = (states[0] @ stored.get("lm_head.weight", table).T).softmax(0)
+        drafts.append(int(chances.argmax()))
+        probabilities.append(float(chances.max()))
+        taken = torch.cat((taken, layer.together(table[drafts[-1:]], states)))
     return drafts, probabilities

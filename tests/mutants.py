@@ -2794,6 +2794,27 @@ HEADS = (
         "tests/heads/test_drafts.py -k mtp",
     ),
     Mutant(
+        "first-embedding-never-kept",
+        "python/eecore/heads/mtp_file.py",
+        "    leaves_first_out: bool = False",
+        "    leaves_first_out: bool = True",
+        "tests/heads/test_drafts.py -k mtp",
+    ),
+    Mutant(
+        "state-before-the-embedding",
+        "python/eecore/heads/mtp_file.py",
+        "    state_first: bool = False",
+        "    state_first: bool = True",
+        "tests/heads/test_drafts.py -k mtp",
+    ),
+    Mutant(
+        "norms-of-a-layer-without-their-one",
+        "python/eecore/heads/mtp_file.py",
+        "WeightView(norm, offset=offset) for name",
+        "WeightView(norm) for name",
+        "tests/heads/test_drafts.py -k mtp",
+    ),
+    Mutant(
         "draft-tokens-without-their-rows",
         "python/eecore/heads/files.py",
         'tokens = torch.arange(size) + files.tensor("d2t").long()',

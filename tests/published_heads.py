@@ -20,7 +20,7 @@ from eagle_heads import Layout, write_eagle
 from eecore.models import KVCache
 from eecore.planning.proposal import MAX_AHEAD, Ahead
 from head_packs import write_pack
-from mtp_heads import write_mimo
+from mtp_heads import write_mimo, write_qwen3_5
 from tiny_models import random_prompts, scale_layers, write_model
 
 PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, 4, seed=4), [3, 4, 5, 6, 3, 4]]
@@ -28,7 +28,9 @@ BLOCKS = {"dflash": "z-lab", "dspark": "DeepSpec"}
 """Layouts of heads that draft a block."""
 ATTENDED = ((0, 1), (2, 0), (2, 1))
 """Layers and key heads that the head ``attending`` attends to, two of one layer among them."""
-KINDS = ("recurrent", "attending", "eagle3", *BLOCKS, "mtp")
+INSIDE = {"mtp": write_mimo, "qwen3_5": write_qwen3_5}
+"""Models with a head inside."""
+KINDS = ("recurrent", "attending", "eagle3", *BLOCKS, *INSIDE)
 FOLLOWING = ("recurrent", "eagle3", "dspark")
 """Kinds of which :func:`write_head` makes one that is mostly right."""
 
@@ -43,7 +45,7 @@ def write_head(directory: Path, kind: str, model: Path, *, follows: bool = False
 
     Args:
         directory: of the head.
-        kind: of :data:`KINDS` but for ``mtp``, or with ``follows`` of :data:`FOLLOWING`;
+        kind: of :data:`KINDS` but for :data:`INSIDE`, or with ``follows`` of :data:`FOLLOWING`;
             ``recurrent`` and ``attending`` are packs of eecore's own.
         model: of :func:`write_target`.
         follows: whether it drafts about what the model gives a token without its layers.
@@ -97,7 +99,7 @@ class Models:
 
     @property
     def target(self) -> Path:
-        """The directory of the model that all but ``mtp`` are for."""
+        """The directory of the model that all but :data:`INSIDE` are for."""
         directory = self._scratch / "model"
         return directory if directory.exists() else write_target(directory)
 
@@ -106,8 +108,8 @@ class Models:
         directory, (kind, *follows) = self._scratch / name.replace(" ", "_"), name.split()
         if directory.exists():
             return directory
-        if kind == "mtp":
-            return write_mimo(directory)
+        if kind in INSIDE:
+            return INSIDE[kind](directory)
         return write_head(directory, kind, self.target, follows=bool(follows))
 
     def __getitem__(self, name: str) -> eecore.Model:
@@ -119,7 +121,7 @@ class Models:
     def load(self, name: str, **settings: Any) -> eecore.Model:
         """The same with other settings."""
         head = self.head(name)
-        return load(head if name == "mtp" else self.target, draft_head=head, **settings)
+        return load(head if name in INSIDE else self.target, draft_head=head, **settings)
 
 
 NAMES = (*KINDS, *(f"{kind} following" for kind in FOLLOWING))

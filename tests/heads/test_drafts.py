@@ -80,14 +80,17 @@ def block_oracle(model: eecore.Model) -> Oracle:
     return lambda states, tokens, _: oracle.drafts(states, tokens[-1])
 
 
-def mtp_oracle(model: eecore.Model) -> Oracle:
-    network = model.network
+def mtp_oracle(reference: Callable[..., Any]) -> Callable[[eecore.Model], Oracle]:
+    def of(model: eecore.Model) -> Oracle:
+        network = model.network
 
-    def drafts(states: list[torch.Tensor], tokens: list[int], count: int) -> Any:
-        normed = network.linear.normed(states[0], network.weights.final_norm).cpu()
-        return mtp_heads.reference_drafts(network.draft_head.path, normed, tokens, count)
+        def drafts(states: list[torch.Tensor], tokens: list[int], count: int) -> Any:
+            normed = network.linear.normed(states[0], network.weights.final_norm).cpu()
+            return reference(network.draft_head.path, normed, tokens, count)
 
-    return drafts
+        return drafts
+
+    return of
 
 
 class Case(NamedTuple):
@@ -120,6 +123,11 @@ def block(kind: str, layout: str, at_once: int, **fields: Any) -> Case:
     )
 
 
+def qwen3_5(family: str) -> Case:
+    oracle = mtp_oracle(mtp_heads.reference_qwen3_5)
+    return Case(lambda path, _: mtp_heads.write_qwen3_5(path, family), oracle, "MTP", (4,))
+
+
 EAGLES = {
     # It is no limit.
     "raw": eagle(Layout(vocabulary_size=200), max_position_embeddings=16),
@@ -140,7 +148,14 @@ OTHERS = {
     "speculators dflash": block("DFlash", "speculators dflash", BLOCK - 1),
     "speculators dspark": block("DSpark", "speculators dspark", BLOCK),
     "anchored": block("DSpark", "speculators dspark", BLOCK - 1, sample_from_anchor=False),
-    "mtp": Case(lambda path, _: mtp_heads.write_mimo(path), mtp_oracle, "MTP", (4,)),
+    "mtp": Case(
+        lambda path, _: mtp_heads.write_mimo(path),
+        mtp_oracle(mtp_heads.reference_drafts),
+        "MTP",
+        (4,),
+    ),
+    "mtp of qwen3_5": qwen3_5("qwen3_5"),
+    "mtp of qwen3_5_odd": qwen3_5("qwen3_5_odd"),
 }
 CASES = EAGLES | OTHERS
 
@@ -167,7 +182,7 @@ def test_drafts_are_those_of_the_formula(
     """After prompts in chunks."""
     case = CASES[name]
     path = case.write(tmp_path / "head", target)
-    model = with_head(path if name == "mtp" else directory, path)
+    model = with_head(path if name.startswith("mtp") else directory, path)
     head = model.network.draft_head
     assert (head.kind, head.taps, head.num_at_once) == (case.kind, case.taps, case.at_once)
     if name.startswith("speculators d"):
@@ -175,14 +190,16 @@ def test_drafts_are_those_of_the_formula(
     assert drafted(model, case.oracle(model), PROMPTS[:3], max_prefill_chunk=8) > 8
 
 
-@pytest.mark.parametrize("name", [pytest.param("raw", marks=cpu_only), "z-lab", "mtp"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("raw", marks=cpu_only), "z-lab", "mtp", "mtp of qwen3_5"]
+)
 def test_keys_of_shared_pages_are_the_same(
     name: str, directory: Path, target: dict[str, Any], tmp_path: Path
 ) -> None:
     """A prompt in the prefix cache, and a request that was preempted, draft as before."""
     case = CASES[name]
     path = case.write(tmp_path / "head", target)
-    model = with_head(path if name == "mtp" else directory, path)
+    model = with_head(path if name.startswith("mtp") else directory, path)
     oracle = case.oracle(model)
     prompts = [PROMPTS[4] + [token] for token in (5, 6, 7)]
     one_by_one = {"max_num_seqs": 1, "page_size": 4, "kv_cache_tokens": 400}
@@ -286,6 +303,17 @@ def test_usual_taps_are_those_of_the_package(tmp_path: Path) -> None:
     own = {"dflash_config": {"mask_token_id": MASK}, "num_target_layers": 12}
     head = write_block_head(tmp_path / "head", "z-lab", **own)
     assert with_head(model, head).network.draft_head.taps == (2, 10)
+
+
+def test_the_layer_of_a_multimodal_checkpoint_drafts_the_same(tmp_path: Path) -> None:
+    path = mtp_heads.write_qwen3_5(tmp_path)
+    settings: dict[str, Any] = {"exit": HeadDrafts(4, 0.0), "max_tokens": 12, "ignore_eos": True}
+    outputs = [eecore.generate(with_head(path, path), PROMPTS[2], **settings)]
+    mtp_heads.as_part(path)
+    outputs.append(eecore.generate(with_head(path, path), PROMPTS[2], **settings))
+    (one,), (other,) = outputs
+    assert one.token_ids == other.token_ids
+    assert one.stats.drafted == other.stats.drafted > 0
 
 
 def test_a_layer_of_the_checkpoint_drafts_when_it_is_asked_for(tmp_path: Path) -> None:

@@ -15,20 +15,21 @@ from block_heads import CUT, write_block_head
 from devices import load
 from eagle_heads import Layout, write_eagle
 from eecore import ModelError
-from mtp_heads import LAYER, write_mimo
+from mtp_heads import LAYER, write_mimo, write_qwen3_5
 from published_heads import write_target
 from tiny_models import write_model
 
-EAGLE, MTP = "eagle", "mtp"
+EAGLE, MTP, QWEN = "eagle", "mtp", "qwen3_5"
 """Files in one layout; those of heads that draft a block are named by theirs."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the models that heads are for, ``model`` and ``mimo``."""
+    """With the models that heads are for: ``model``, ``mimo`` and ``qwen3_5``."""
     folder = tmp_path_factory.mktemp("models")
     write_target(folder / "model")
     write_mimo(folder / "mimo")
+    write_qwen3_5(folder / QWEN)
     return folder
 
 
@@ -39,6 +40,8 @@ def write(folder: Path, tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
         head = tmp_path / "head"
         if layout == MTP:
             return folder / "mimo", write_mimo(head)
+        if layout == QWEN:
+            return folder / QWEN, write_qwen3_5(head)
         if layout == EAGLE:
             target = json.loads((folder / "model" / "config.json").read_text())
             return folder / "model", write_eagle(head, target, Layout(vocabulary_size=200))
@@ -89,6 +92,8 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ),
     (MTP, {"num_nextn_predict_layers": 0}, "num_nextn_predict_layers: expected a layer"),
     (MTP, {"num_hidden_layers": 5}, "num_hidden_layers: expected 4, as the model has it, got 5"),
+    (QWEN, {"mtp_num_hidden_layers": None}, "mtp_num_hidden_layers: expected a layer that drafts"),
+    (QWEN, {"vocab_size": 321}, "vocab_size: expected 320, as the model has it, got 321"),
     (MTP, {"hidden_size": 96}, "hidden_size: expected 64, as the model has it, got 96"),
 ]
 
@@ -125,6 +130,14 @@ TENSORS: list[tuple[str, str, torch.Tensor | None, str]] = [
     (SPARK, "lm_head.weight", None, "expected tensor lm_head.weight"),
     (SPARK, "norm.weight", torch.ones(65), r"expected \[64\] as config.json says, got \[65\]"),
     (SPARK, "prefix_gru", torch.ones(2), "expected the tensors of a DSpark, got prefix_gru, too"),
+    (QWEN, "mtp.fc.weight", None, "expected tensor mtp.fc.weight"),
+    (QWEN, "mtp.norm.weight", torch.ones(63), r"mtp.norm.weight: expected \[64\] .*, got \[63\]"),
+    (
+        QWEN,
+        "mtp.layers.0.self_attn.q_proj.weight",
+        torch.ones(128, 64),
+        r"q_proj.weight: expected \[256, 64\] .*, got \[128, 64\]",
+    ),
     (MTP, f"{LAYER}input_proj.weight", None, f"expected tensor {LAYER}input_proj.weight"),
 ]
 
@@ -167,6 +180,9 @@ def test_the_layer_of_another_checkpoint_is_refused(folder: Path, tmp_path: Path
     llama = write_model(tmp_path / "llama")
     with pytest.raises(ModelError, match="architectures: expected that of the model, LlamaFor"):
         load(llama, draft_head=folder / "mimo")
+    for one, other in (("mimo", QWEN), (QWEN, "mimo")):
+        with pytest.raises(ModelError, match="architectures: expected that of the model, "):
+            load(folder / one, draft_head=folder / other)
     other = write_model(tmp_path / "other", "qwen2", vocab_size=300, bos_token_id=1, eos_token_id=2)
     with pytest.raises(ModelError, match="vocab_size: expected 300, as the model has it, got 320"):
         load(other, draft_head=folder / "mimo")

@@ -27,6 +27,7 @@ KINDS = {
     "dflash": "block_file",
     "dspark": "block_file",
     "mimo": "mtp_file",
+    "qwen3_5": "mtp_file",
 }
 """The modules that read heads, a :class:`Reader` each, by the heads' ``speculators_model_type``, or
 what stands for it."""
@@ -35,6 +36,8 @@ ARCHITECTURES = {
     "DSparkDraftModel": "dspark",
     "Qwen3DSparkModel": "dspark",
     "MiMoForCausalLM": "mimo",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
 }
 """Kinds by the first architecture of files without a ``speculators_model_type``."""
 UNREAD = {
@@ -140,8 +143,9 @@ def _kind(fields: ConfigFields) -> str:
     for name in (kind, projector, *names):
         if name in UNREAD:
             raise UnsupportedModelError(
-                f"{fields.where}: supported draft heads are EAGLE-3, DFlash, DSpark, MiMo's MTP "
-                f"layers and those that eecore train-exits made, got {UNREAD[name]}"
+                f"{fields.where}: supported draft heads are EAGLE-3, DFlash, DSpark, the MTP "
+                f"layers of MiMo and Qwen3.5 and those that eecore train-exits made, got "
+                f"{UNREAD[name]}"
             )
     if kind is None and ("draft_vocab_size" in fields or "eagle_config" in fields):
         kind = "eagle3"

@@ -1,9 +1,9 @@
-"""Multi-token prediction (MTP): a layer inside a MiMo checkpoint that drafts further tokens.
+"""Multi-token prediction (MTP): a layer inside a checkpoint that drafts further tokens.
 
-The model's normed state at a position and the embedding of the next token, each normed, are
-projected to one state, which goes through a decoder layer with its own keys, and a norm. The result
-is the state of the next step, and the model's LM head turns it into a draft. (Gloeckle et al. 2024;
-DeepSeek-V3, 2024; MiMo, 2025.)
+MiMo and Qwen3.5 have one. The model's normed state at a position and the embedding of the next
+token, each normed, are projected to one state, which goes through a decoder layer with its own
+keys, and a norm. The result is the state of the next step, and the model's LM head turns it into a
+draft. (Gloeckle et al. 2024; DeepSeek-V3, 2024; MiMo, 2025.)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from eecore import ops
 from eecore.heads.published import PublishedHead, PublishedSettings
 from eecore.models.draft_head import Positions, SeenKeys
+from eecore.models.hybrid import HybridModel
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.ops import Matrix
@@ -39,6 +40,8 @@ class MtpWeights(NamedTuple):
     """[hidden_size, hidden_size]: the part of the projection that takes the state."""
     of_token: Matrix
     """[hidden_size, hidden_size]: the part of the projection that takes the embedding."""
+    leaves_first_out: bool
+    """Whether the layer was trained with zeros for the embedding at a text's first position."""
 
 
 class MtpHead(PublishedHead):
@@ -53,7 +56,8 @@ class MtpHead(PublishedHead):
     ) -> None:
         super().__init__(settings, path, USUAL_AGREEMENT)
         self._network, self._weights = network, weights
-        self._layers = LlamaModel(settings.config, weights.layer)
+        kind = HybridModel if settings.config.attention_gate else LlamaModel
+        self._layers = kind(settings.config, weights.layer)
         self._nothing = torch.zeros_like(weights.state_norm)[None]
 
     @property
@@ -73,8 +77,8 @@ class MtpHead(PublishedHead):
         (state,) = states
         begun = self._normed(state, self._network.weights.final_norm)
         embedded = self._network.embed(made, previous=made, sources=positions.sources)
-        if positions.starts is not None:
-            embedded.index_fill_(0, positions.starts, 0.0)  # trained without the first embedding
+        if self._weights.leaves_first_out and positions.starts is not None:
+            embedded.index_fill_(0, positions.starts, 0.0)
         hidden = self._together(begun, embedded)
         self._layers.fill_kv(
             hidden, positions.first_layers, positions.kv, batch.positions, batch.slot_mapping

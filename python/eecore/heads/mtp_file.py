@@ -1,7 +1,8 @@
-"""The layer that drafts further tokens (MTP) inside a MiMo's checkpoint."""
+"""The layer that drafts further tokens (MTP) inside the checkpoint of a MiMo or a Qwen3.5."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,8 +16,51 @@ from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.weights import NewWeights, WeightView
 
-LAYER = "model.mtp_layers.0."
-"""The prefix of the layer's tensors."""
+
+@dataclass(frozen=True)
+class Layout:
+    """How a family stores its layer, and what is particular about it.
+
+    Args:
+        count: the field that has the number of such layers.
+        layer: the prefix of a decoder layer's tensors.
+        state_norm, token_norm, final_norm, projection: the names of the other tensors.
+        state_first: whether the projection takes the state before the embedding.
+        leaves_first_out: see :class:`eecore.heads.mtp.MtpWeights`.
+    """
+
+    count: str
+    layer: str
+    state_norm: str
+    token_norm: str
+    final_norm: str
+    projection: str
+    state_first: bool = False
+    leaves_first_out: bool = False
+
+
+MIMO = Layout(
+    count="num_nextn_predict_layers",
+    layer="model.mtp_layers.0.",
+    state_norm="model.mtp_layers.0.hidden_layernorm.weight",
+    token_norm="model.mtp_layers.0.token_layernorm.weight",
+    final_norm="model.mtp_layers.0.final_layernorm.weight",
+    projection="model.mtp_layers.0.input_proj.weight",
+    state_first=True,
+    leaves_first_out=True,
+)
+QWEN3_5 = Layout(
+    count="mtp_num_hidden_layers",
+    layer="mtp.layers.0.",
+    state_norm="mtp.pre_fc_norm_hidden.weight",
+    token_norm="mtp.pre_fc_norm_embedding.weight",
+    final_norm="mtp.norm.weight",
+    projection="mtp.fc.weight",
+)
+
+
+def _layout(model: ModelConfig) -> Layout:
+    return QWEN3_5 if model.attention_gate else MIMO
 
 
 def read_settings(fields: ConfigFields, model: ModelConfig) -> PublishedSettings:
@@ -25,17 +69,23 @@ def read_settings(fields: ConfigFields, model: ModelConfig) -> PublishedSettings
     Raises:
         ModelError: there is no such layer, or it is another model's.
     """
-    if not fields.integer("num_nextn_predict_layers", 0, default=0):
-        raise fields.wrong("num_nextn_predict_layers", "a layer that drafts further tokens", 0)
-    if not model.attention_bias:  # of a MiMo, or a Qwen2: MiMo's GGUF files are Qwen2s
-        listed = list(fields.texts("architectures", ()))
-        raise fields.wrong("architectures", f"that of the model, {model.architecture}", listed)
+    names = list(fields.texts("architectures", ()))
+    if any(name.startswith("Qwen3_5") for name in names):
+        is_its_own = model.attention_gate
+    else:
+        is_its_own = model.attention_bias  # of a MiMo, or a Qwen2: MiMo's GGUF files are Qwen2s
+    if not is_its_own:
+        raise fields.wrong("architectures", f"that of the model, {model.architecture}", names)
+    text = fields.inner("text_config") or fields
+    count = _layout(model).count
+    if not text.integer(count, 0, default=0):
+        raise text.wrong(count, "a layer that drafts further tokens", 0)
     sizes = {"num_hidden_layers": model.num_layers, "hidden_size": model.hidden_size}
     for name, expected in {**sizes, "vocab_size": model.vocab_size}.items():
-        check_size(fields, name, fields.integer(name), expected)
+        check_size(text, name, text.integer(name), expected)
     return PublishedSettings(
         kind="MTP",
-        config=model.first_layers(1),
+        config=replace(model.first_layers(1), delta=None),
         taps=(model.num_layers,),
         draft_vocab_size=model.vocab_size,
     )
@@ -48,33 +98,47 @@ def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpHead:
         ModelError: the layer is not whole, or is another model's; raised before memory is
             allocated.
     """
-    settings = read_settings(fields, network.config)
+    settings, layout = read_settings(fields, network.config), _layout(network.config)
     config, hidden = settings.config, settings.config.hidden_size
     shared = network.weights.embed_tokens, network.weights.lm_head
 
-    def views_of(layer: LlamaWeights) -> dict[str, WeightView]:
-        """What the layer's tensors fill, by their names."""
-        start = "model.layers.0."
-        every = layer.by_checkpoint_name(config).items()
-        views = {LAYER + name.removeprefix(start): v for name, v in every if name.startswith(start)}
-        return {**views, f"{LAYER}final_layernorm.weight": WeightView(layer.final_norm)}
+    def empty(new: NewWeights) -> MtpWeights:
+        return MtpWeights(
+            layer=LlamaWeights.empty(config, new, shared),
+            state_norm=new.tensor(hidden),
+            token_norm=new.tensor(hidden),
+            of_state=new.matrix("projection", hidden, hidden),
+            of_token=new.matrix("projection", hidden, hidden),
+            leaves_first_out=layout.leaves_first_out,
+        )
+
+    def views_of(weights: MtpWeights) -> dict[str, WeightView]:
+        """What the tensors fill, by their names; not the projection's."""
+        start, offset = "model.layers.0.", config.norm_offset
+        every = weights.layer.by_checkpoint_name(config).items()
+        norms = {
+            layout.state_norm: weights.state_norm,
+            layout.token_norm: weights.token_norm,
+            layout.final_norm: weights.layer.final_norm,
+        }
+        views = {name: WeightView(norm, offset=offset) for name, norm in norms.items()}
+        return views | {
+            layout.layer + name.removeprefix(start): view
+            for name, view in every
+            if name.startswith(start)
+        }
 
     with Checkpoint(directory, drafts=True) as files:
-        meta = LlamaWeights.empty(config, NewWeights("meta", torch.float32), shared)
-        shapes = {name: tuple(view.weight.shape) for name, view in views_of(meta).items()}
-        projection = f"{LAYER}input_proj.weight"
-        norms = [f"{LAYER}{name}_layernorm.weight" for name in ("hidden", "token")]
-        shapes |= dict.fromkeys(norms, (hidden,)) | {projection: (hidden, 2 * hidden)}
-        check_shapes(files, shapes)
+        meta = views_of(empty(NewWeights("meta", torch.float32)))
+        shapes = {name: tuple(view.weight.shape) for name, view in meta.items()}
+        check_shapes(files, shapes | {layout.projection: (hidden, 2 * hidden)})
         new, filling = new_weights(network)
-        layer = LlamaWeights.empty(config, new, shared)
-        for name, view in views_of(layer).items():
+        weights = empty(new)
+        for name, view in views_of(weights).items():
             filling.fill(view, files.tensor(name))
-        state_norm, token_norm = (new.tensor(hidden).copy_(files.tensor(name)) for name in norms)
-        # The state's columns come before the token's.
-        of_state, of_token = (new.matrix("projection", hidden, hidden) for _ in range(2))
-        stored = files.tensor(projection)
-        filling.fill(WeightView.of(of_state), stored[:, :hidden].contiguous())
-        filling.fill(WeightView.of(of_token), stored[:, hidden:].contiguous())
-    weights = MtpWeights(layer, state_norm, token_norm, of_state, of_token)
+        stored = files.tensor(layout.projection)
+        parts = weights.of_token, weights.of_state
+        for part, at in zip(parts, (hidden, 0) if layout.state_first else (0, hidden), strict=True):
+            columns = stored[:, at : at + hidden].contiguous()
+            filling.fill(WeightView.of(part), columns)
     return MtpHead(network, settings, weights, directory)
