@@ -17,7 +17,6 @@ from test_llama import TOLERANCE, Session
 
 import eecore
 import emulated
-import tiny_families
 from devices import as_on_cuda
 from eecore import ConfidentExit, FixedExit, Full, ops
 from eecore.errors import ModelError
@@ -29,6 +28,8 @@ from tiers import in_all
 from tiny_families import (
     ALL_ATTENTION,
     ALL_SLIDING,
+    FAMILIES,
+    SHAPES,
     make_oracle,
     write_family,
     write_family_gguf,
@@ -40,11 +41,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = random_prompts(5, 1, 23, 9, seed=2)
 NEW = 12
 CACHE = {"device": "cpu", "kv_cache_tokens": 256}
-# Of a Qwen3.5 only what is read is tested: see test_hybrid.py.
-FAMILIES, SHAPES = (
-    {name: each for name, each in families.items() if not name.startswith("qwen3_5")}
-    for families in (tiny_families.FAMILIES, tiny_families.SHAPES)
-)
 ALL = [*FAMILIES, *in_all(*SHAPES)]
 EMULATED = ("gemma3", "phi3")
 """Families that the short suite runs over the emulator: together they have most switches."""
@@ -151,9 +147,11 @@ def test_logits_and_tokens_are_those_of_transformers(family: str, written: Any) 
     token_ids = torch.tensor(random_prompts(41, seed=1)[0])
     expected = oracle(token_ids[None]).logits[0]
     assert expected.std() > 0.5
+    # transformers computes delta rules of 64 positions together, and so rounds otherwise.
+    tolerance = TOLERANCE * (2 if "qwen3_5" in family else 1)
     for chunks in ([41], [17, 1, 23]):
         got = Session(model.network, 41).logits(token_ids, chunks)
-        torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
     for prompt, tokens in zip(PROMPTS, generated(model), strict=True):
         # transformers uses a longrope's short factors for texts of up to 16 tokens.
         if family != "phi3_long" or len(prompt) > 16:
@@ -287,7 +285,8 @@ def test_a_longrope_has_its_long_factors_where_texts_may_be_long(written: Any) -
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
-        *((family, {}) for family in ("gemma3", "olmo3", "phi3", "granite4", "ministral", "lfm2")),
+        *((family, {}) for family in ("gemma3", "olmo3", "phi3", "granite4", "ministral")),
+        *((family, {}) for family in ("lfm2", "qwen3_5")),
         # layers that are all of one kind
         *(
             (family, {"layer_types": kinds})

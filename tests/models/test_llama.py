@@ -28,7 +28,12 @@ class Session:
         num_pages = -(-max_tokens // PAGE_SIZE)
         self.model = model
         self.kv = KVCache.allocate(
-            config, num_pages + 3, PAGE_SIZE, device=model.device, dtype=model.dtype
+            config,
+            num_pages + 3,
+            PAGE_SIZE,
+            device=model.device,
+            dtype=model.dtype,
+            deltas=(1, model.dtype),
         )
         self.kv.k.fill_(torch.nan)
         self.kv.v.fill_(torch.nan)
@@ -36,14 +41,16 @@ class Session:
         self.length = 0
 
     def batch(self, num_tokens: int) -> AttentionBatch:
-        positions = torch.arange(self.length, self.length + num_tokens)
+        end = self.length + num_tokens
+        positions = torch.arange(self.length, end)
         slots = self.pages.long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
         return AttentionBatch(
             positions=positions,
             slot_mapping=slots,
             page_table=self.pages[None],
-            seq_lens=torch.tensor([self.length + num_tokens], dtype=torch.int32),
+            seq_lens=torch.tensor([end], dtype=torch.int32),
             query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
+            states=torch.tensor([[1, end]], dtype=torch.int32),
         )
 
     def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
