@@ -18,11 +18,13 @@ from devices import cpu_only
 from eecore import ops
 from eecore.errors import ModelError
 from eecore.integrations.transformers_model import from_transformers
+from eecore.lab.training.head_keys import choose_attended
 from eecore.models import KVCache, convert_gguf, load_model, read_config
-from eecore.models.llama import LlamaWeights
+from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.readers.load import load_first_layers, opened
 from eecore.models.readers.stored_weights import load_weights
 from eecore.models.weights import Coding
+from quantised_models import LINEAR, Quantisation, write_quantised
 from tiny_families import make_oracle, write_family, write_family_gguf
 from tiny_models import random_prompts
 
@@ -115,15 +117,18 @@ def test_the_first_layers_alone(directory: Path, num_layers: int) -> None:
 
 
 @cpu_only
-def test_weights_that_another_owner_changes() -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("lfm2", torch.float32), ("qwen3_5", torch.float32), ("qwen3_5", torch.bfloat16)],
+)
+def test_weights_that_another_owner_changes(family: str, dtype: torch.dtype) -> None:
     with torch.no_grad():
-        oracle = make_oracle("lfm2")
+        oracle = make_oracle(family).to(dtype)
         model = from_transformers(oracle, kv_cache_tokens=64)
-        for layer in oracle.model.layers:
-            layer.operator_norm.weight.mul_(1.3)
-            if hasattr(layer, "conv"):
-                layer.conv.conv.weight.mul_(0.7)
-        other = make_oracle("lfm2")
+        for name, parameter in oracle.model.layers.named_parameters():
+            if parameter.ndim != 2:  # norms, taps, and the vectors of delta rules
+                parameter.mul_(0.7 if "norm" in name else 1.3)
+        other = make_oracle(family).to(dtype)
         other.load_state_dict(oracle.state_dict())
         expected = from_transformers(other, kv_cache_tokens=64)
     exit = eecore.FixedExit(1)
@@ -410,6 +415,16 @@ def test_heads_of_less_than_a_block_run_as_floats(tmp_path: Path) -> None:
             torch.testing.assert_close(deltas.last.weight[0], out.detach(), rtol=0, atol=0.01)
 
 
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_a_draft_head_sees_no_keys_of_a_model_without_attention_in_every_layer(
+    family: str, tmp_path: Path
+) -> None:
+    write_family(tmp_path, family)
+    network = load_model(tmp_path, "cpu")[1]
+    assert isinstance(network, LlamaModel)
+    assert choose_attended(network, 2) == ()
+
+
 def test_a_layer_that_drafts_is_none_of_the_models(qwen: Path, tmp_path: Path) -> None:
     ones = torch.ones(64).numpy()
     extra = {f"blk.4.{name}.weight": ones for name in ("attn_norm", "nextn.enorm")}
@@ -453,3 +468,32 @@ def test_delta_rules_of_files_that_are_refused(
     file = write_family_gguf(tmp_path / "t.gguf", qwen, "qwen3_5", settings)
     with pytest.raises(ModelError, match=message):
         read_config(file)
+
+
+# Directories of GPTQ, AWQ and compressed-tensors.
+
+QUANTISED = (*LINEAR, "out_proj", "in_proj", "w1", "w2", "w3")
+QUANTISED += tuple(f"in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "packed"])
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("lfm2", {}), ("qwen3_5", {"linear_num_value_heads": 8})]
+)
+def test_quantised_layers_without_attention(
+    family: str, sizes: dict[str, Any], layout: str, tmp_path: Path
+) -> None:
+    """Every projection runs in its bits but the gates of delta rules, which are floats."""
+    make_oracle(family, **sizes).save_pretrained(tmp_path / "floats")
+    how = Quantisation(layout, symmetric=layout != "awq")
+    quantised = tmp_path / "quantised"
+    expected = write_quantised(tmp_path / "floats", quantised, how, QUANTISED)
+    weights = weights_of(quantised)
+    views = weights.by_checkpoint_name(replace(read_config(quantised), tie_word_embeddings=True))
+    gates = ("in_proj_b.weight", "in_proj_a.weight")
+    for name, wanted in expected.items():
+        view = views[name]
+        assert (view.table is None) == name.endswith(gates), name
+        got = view.weight if view.table is None else ops.unpack_weight(view.weight, view.table)
+        assert torch.equal(got, torch.from_numpy(wanted)), name
+    assert any(name.endswith(("conv.in_proj.weight", "in_proj_qkv.weight")) for name in expected)

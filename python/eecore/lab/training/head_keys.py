@@ -31,7 +31,7 @@ def choose_attended(network: LlamaModel, count: int) -> Attended:
     config = network.config
     whole = [layer for layer, window in enumerate(config.layer_windows) if not window]
     alike = {layer for layer in whole if network.rotate_alike((whole[0], layer))}
-    if config.attention_soft_cap is not None or config.conv_layers:
+    if config.attention_soft_cap is not None or config.conv_layers or config.delta:
         return ()
     repeated = min(REPEATED, (config.max_position - 1) // 2)
     if repeated < 2:
