@@ -1855,8 +1855,8 @@ READERS = (
     Mutant(
         "tied-text-part-untied",
         "python/eecore/models/readers/config_json.py",
-        'MULTIMODAL[names[0]].get("tie_word_embeddings", True)',
-        'MULTIMODAL[names[0]].get("tie_word_embeddings", False)',
+        'values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", True)',
+        'values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", False)',
         "tests/models/test_families.py -k multimodal",
     ),
     Mutant(

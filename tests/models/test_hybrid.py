@@ -300,9 +300,14 @@ def test_the_text_part_of_a_qwen(qwen: Path, tmp_path: Path) -> None:
     save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
     assert read_config(tmp_path) == replace(read_config(qwen), sampling=())
     check_deltas(weights_of(tmp_path), make_oracle("qwen3_5"))
-    del whole["tie_word_embeddings"]
+    del whole["tie_word_embeddings"]  # the tensors say it
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    assert not read_config(tmp_path).tie_word_embeddings  # as in its class in transformers
+    weights = weights_of(tmp_path)
+    assert weights.lm_head is weights.embed_tokens
+    head = {"lm_head.weight": 2 * tensors["model.language_model.embed_tokens.weight"]}
+    save_file(tensors | head, tmp_path / "model.safetensors", {"format": "pt"})
+    weights = weights_of(tmp_path)
+    assert torch.equal(weights.lm_head.weight, 2 * weights.embed_tokens.weight)
 
 
 @pytest.mark.parametrize("spare", [{}, {"mrope_section": [2, 1, 1], "mrope_interleaved": True}])

@@ -381,8 +381,7 @@ def _text_part(fields: ConfigFields) -> ConfigFields:
     if text is None:
         raise fields.wrong("text_config", "the config of the text part", None)
     values = {**MULTIMODAL[names[0]], **text.values}
-    tied = MULTIMODAL[names[0]].get("tie_word_embeddings", True)
-    values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", tied)
+    values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", True)
     for name in ("bos_token_id", "eos_token_id", "dtype", "torch_dtype"):
         if values.get(name) is None and name in fields:
             values[name] = fields.values[name]

@@ -335,7 +335,6 @@ MULTIMODAL: dict[str, Mapping[str, Any]] = {
         "intermediate_size": 12288,
         "num_hidden_layers": 32,
         "num_attention_heads": 16,
-        "tie_word_embeddings": False,
     },
 }
 """Multimodal models whose text part runs, and defaults for fields that text_config leaves out."""
