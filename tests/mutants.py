@@ -326,6 +326,27 @@ CUDA_KERNELS = (
         "tests/ops/test_short_conv.py -k emulated",
     ),
     Mutant(
+        "delta-products-not-in-turn",
+        "include/eecore/gated_delta.cuh",
+        "parts = products + i % 2 * kThreads;",
+        "parts = products;",
+        "tests/ops/test_gated_delta.py -k emulated",
+    ),
+    Mutant(
+        "delta-uncertain-position-kept",
+        "include/eecore/gated_delta.cuh",
+        "if (begin + i + 1 != text.certain) continue;",
+        "if (begin + i != text.certain) continue;",
+        "tests/ops/test_gated_delta.py -k emulated",
+    ),
+    Mutant(
+        "sigmoid-gates-side-by-side",
+        "include/eecore/sigmoid_gate.cuh",
+        "head * params.gate_head_stride;",
+        "head * params.head_dim;",
+        "tests/ops/test_sigmoid_gate.py -k emulated",
+    ),
+    Mutant(
         "value-of-a-table-repeated",
         "include/eecore/packed_weight.h",
         "-22, -10, 1, 13, 25,",

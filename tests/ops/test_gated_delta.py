@@ -41,6 +41,7 @@ class Sizes(NamedTuple):
 
 
 SIZES = (Sizes(2, 2, 16, 16), Sizes(2, 6, 10, 33, 3), Sizes(1, 2, 70, 5, 1))
+WIDE = (Sizes(1, 1, 128, 128), Sizes(1, 2, 256, 100), Sizes(1, 1, 90, 256), Sizes(2, 2, 150, 200))
 
 
 class Layer(NamedTuple):
@@ -192,6 +193,22 @@ def test_a_texts_cut_changes_no_bit(sizes: Sizes, dtype: torch.dtype, device: to
     layer = layer_of(sizes, dtype, device)
     assert torch.equal(layer.run([40], number=0), out)
     assert layer.kept.state.isnan().all()
+
+
+@pytest.mark.parametrize("sizes", WIDE, ids=str)
+def test_heads_as_wide_as_they_may_be(sizes: Sizes, device: torch.device) -> None:
+    """A kernel may have other code for them: the reference, and the same bits in parts."""
+    layer = layer_of(sizes, torch.float32, device, count=11)
+    out = layer.run([11])
+    weights = ops.DeltaWeights(*(each.cpu() for each in layer.weights))
+    expected, states = gated_delta(sizes, weights, layer.qkvz.cpu(), layer.ba.cpu())
+    torch.testing.assert_close(out.cpu(), expected.float(), **asdict(TOLERANCES[torch.float32]))
+    kept = layer.kept.state[1].cpu().double()
+    torch.testing.assert_close(kept, in_tiles(states[-1]), rtol=1e-4, atol=1e-5)
+    parts = layer_of(sizes, torch.float32, device, count=11)
+    assert torch.equal(torch.cat((parts(0, 2), parts(2, 11, certain=9))), out)
+    assert torch.equal(parts(9, 11), out[9:])
+    assert torch.equal(parts.kept.state[1], layer.kept.state[1])
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
