@@ -12,6 +12,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,10 +20,17 @@ from torch import Tensor
 from transformers.models.qwen3_5 import Qwen3_5TextConfig, modeling_qwen3_5
 
 from plain_layers import PlainLayer
-from tiny_families import fill, write_family
+from tiny_families import fill, stored_tensors, write_family, write_family_gguf
 from tiny_models import random_tensors, write_model
 
 LAYER = "model.mtp_layers.0."
+NEXTN = {
+    "mtp.fc.weight": "eh_proj",
+    "mtp.pre_fc_norm_embedding.weight": "enorm",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm",
+    "mtp.norm.weight": "shared_head_norm",
+}
+"""What llama.cpp calls tensors of Qwen3.5's layer."""
 
 
 def write_mimo(directory: Path, seed: int = 0) -> Path:
@@ -126,12 +134,33 @@ def as_part(directory: Path) -> None:
     save_file(tensors, weights, {"format": "pt"})
 
 
+def write_gguf(directory: Path, family: str = "qwen3_5", **settings: Any) -> Path:
+    """Write the model of a directory as a GGUF file, with its layer as llama.cpp's converter names
+    it."""
+    config = json.loads((directory / "config.json").read_text())
+    layer = config["num_hidden_layers"]
+    kinds = [kind == "linear_attention" for kind in config["layer_types"]]
+    settings = {"block_count": layer + 1, "nextn_predict_layers": 1, **settings}
+    settings["attention.recurrent_layers"] = [*kinds, False]
+    extra = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        own = name.removeprefix("mtp.layers.0.")
+        if own != name:
+            named = f"model.layers.{layer}.{own}", tensor, "qwen35", config
+            extra |= {stored: values.numpy() for stored, values in stored_tensors(*named)}
+        elif own.startswith("mtp."):
+            values = tensor + 1 if tensor.ndim == 1 else tensor
+            extra[f"blk.{layer}.nextn.{NEXTN[own]}.weight"] = values.numpy()
+    return write_family_gguf(directory / "m.gguf", directory, family, settings, extra=extra)
+
+
 @torch.no_grad()
 def reference_qwen3_5(
     directory: Path, states: Tensor, tokens: list[int], count: int
 ) -> tuple[list[int], list[float]]:
     """Drafts and their probabilities, as :func:`reference_drafts`; all positions are computed for
-    each draft."""
+    each draft. ``directory`` may be a GGUF file in it."""
+    directory = directory.parent if directory.is_file() else directory
     stored, layer = load_file(directory / "model.safetensors"), _qwen_layer(directory)
     layer.load_state_dict(
         {name.removeprefix("mtp."): t for name, t in stored.items() if name.startswith("mtp.")}

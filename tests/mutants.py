@@ -2836,6 +2836,13 @@ HEADS = (
         "tests/heads/test_drafts.py -k mtp",
     ),
     Mutant(
+        "norms-of-a-layer-in-a-file-keep-their-one",
+        "python/eecore/models/readers/gguf_checkpoint.py",
+        'is_norm = "norm" in name.split(".")[-2]',
+        'is_norm = name.endswith("norm.weight")',
+        "tests/heads/test_drafts.py -k mtp",
+    ),
+    Mutant(
         "draft-tokens-without-their-rows",
         "python/eecore/heads/files.py",
         'tokens = torch.arange(size) + files.tensor("d2t").long()',

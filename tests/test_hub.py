@@ -20,6 +20,7 @@ import pytest
 
 import eecore
 import hub_server
+import mtp_heads
 from eecore.errors import ModelError
 from eecore.files import hub
 from head_packs import write_pack
@@ -51,6 +52,8 @@ for words in json.loads(sys.argv[1]):
     said.append({"code": code, "stdout": out.getvalue(), "stderr": err.getvalue()})
 print(json.dumps(said))
 """
+DRAFTS = "org/ggufs:drafts.gguf"
+"""A model with a layer that drafts."""
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
@@ -317,6 +320,8 @@ def test_commands_take_ids(online: Hub, tmp_path: Path, environment: dict[str, s
     write_pack(tmp_path / "pack", eecore.load(source))
     (tmp_path / "ggufs").mkdir()
     write_gguf(tmp_path / "ggufs" / "tiny.gguf", source)
+    drafts = mtp_heads.write_gguf(mtp_heads.write_qwen3_5(tmp_path / "qwen"))
+    drafts.rename(tmp_path / "ggufs" / "drafts.gguf")
     online.add("org/name", source)
     online.add("org/pack", tmp_path / "pack")
     online.add("org/ggufs", tmp_path / "ggufs")
@@ -325,6 +330,7 @@ def test_commands_take_ids(online: Hub, tmp_path: Path, environment: dict[str, s
     commands = [
         ("generate", "org/name", *asked, "--exits", "org/pack"),
         ("generate", str(source), *asked, "--exits", str(tmp_path / "pack")),
+        ("generate", DRAFTS, *asked, "--draft-head", DRAFTS),
         ("info", "org/name", "--json"),
         ("convert", "org/ggufs:tiny.gguf", "made"),
         ("generate", "org/nme", "hi"),
@@ -337,10 +343,11 @@ def test_commands_take_ids(online: Hub, tmp_path: Path, environment: dict[str, s
         text=True,
         check=True,
     )
-    there, here, info, converted, missing = json.loads(done.stdout)
+    there, here, inside, info, converted, missing = json.loads(done.stdout)
     assert (there["code"], there["stderr"]) == (0, "")
     tokens = [json.loads(each["stdout"])["token_ids"] for each in (there, here)]
     assert tokens[0] == tokens[1]
+    assert json.loads(inside["stdout"])["stats"]["drafted"] > 0
     assert json.loads(info["stdout"])["config"]["num_layers"]
     assert converted["code"] == 0
     assert (tmp_path / "made" / "config.json").is_file()

@@ -353,7 +353,7 @@ def write_family_gguf(
     writer.add_eos_token_id(257)
     tensors = load_file(directory / "model.safetensors")
     for name, tensor in tensors.items():
-        if "mtp_layers" in name:
+        if "mtp_layers" in name or name.startswith("mtp."):
             continue
         for stored, values in stored_tensors(name, tensor, architecture, config):
             kind = (kinds or {}).get(stored.split(".", 2)[-1].removesuffix(".weight"))

@@ -167,8 +167,8 @@ def load(
             model, perhaps trained with the model in another precision.
         draft_head: a draft head of any kind, in place of ``exits``: the directory or repository of
             a head in safetensors that others publish, of a kind that ``eecore.heads`` reads, of a
-            model itself whose checkpoint has such a head, or of a head that ``eecore train-exits``
-            made.
+            model itself whose checkpoint has such a head (a GGUF file, too), or of a head that
+            ``eecore train-exits`` made.
 
     Raises:
         ModelError: a directory or file is missing, corrupt, or of an unsupported architecture, or a

@@ -123,9 +123,12 @@ def block(kind: str, layout: str, at_once: int, **fields: Any) -> Case:
     )
 
 
-def qwen3_5(family: str) -> Case:
-    oracle = mtp_oracle(mtp_heads.reference_qwen3_5)
-    return Case(lambda path, _: mtp_heads.write_qwen3_5(path, family), oracle, "MTP", (4,))
+def qwen3_5(family: str, *, in_gguf: bool = False) -> Case:
+    def write(path: Path, _: dict[str, Any]) -> Path:
+        directory = mtp_heads.write_qwen3_5(path, family)
+        return mtp_heads.write_gguf(directory, family) if in_gguf else directory
+
+    return Case(write, mtp_oracle(mtp_heads.reference_qwen3_5), "MTP", (4,))
 
 
 EAGLES = {
@@ -156,6 +159,7 @@ OTHERS = {
     ),
     "mtp of qwen3_5": qwen3_5("qwen3_5"),
     "mtp of qwen3_5_odd": qwen3_5("qwen3_5_odd"),
+    "mtp of a GGUF file": qwen3_5("qwen3_5_odd", in_gguf=True),
 }
 CASES = EAGLES | OTHERS
 

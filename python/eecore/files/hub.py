@@ -152,7 +152,8 @@ def _head_in(directory: Path) -> Path | None:
 
 
 def fetch_draft_head(path: str | os.PathLike[str]) -> Path:
-    """The directory of a draft head of any kind: a path as it is, an id once its files are here.
+    """The directory of a draft head of any kind, or the GGUF file that has one: a path as it is, an
+    id once its files are here.
 
     Raises:
         ModelError: as :func:`fetch_model`.
@@ -161,9 +162,7 @@ def fetch_draft_head(path: str | os.PathLike[str]) -> Path:
     if repository is None:
         return path_of(path, ModelError)
     if repository.file is not None:
-        raise ModelError(
-            f"draft_head: expected org/name or org/name@revision, got {repository.said}"
-        )
+        return _gguf(repository, repository.file)
     directory = _snapshot("draft_head", repository, (*HEAD_FILES, *PUBLISHED_HEAD_FILES))
     found = _head_in(directory)
     if found is not None:

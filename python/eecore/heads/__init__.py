@@ -14,12 +14,13 @@ from typing import Any, Protocol, cast
 from eecore.config import AnyModelConfig, ModelConfig
 from eecore.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
 from eecore.files.hub import PICKLES, name_of
-from eecore.files.readable import kind_of, shown_path
+from eecore.files.readable import is_file, kind_of, shown_path
 from eecore.heads.published import PublishedSettings
 from eecore.models.draft_head import DraftHead
 from eecore.models.llama import LlamaModel
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.draft_heads import check_draft_head
+from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
 from eecore.values import shown
 
 KINDS = {
@@ -98,7 +99,7 @@ def published_facts(directory: Path, config: AnyModelConfig) -> dict[str, Any]:
     check_draft_head(directory, config)
     assert isinstance(config, ModelConfig)
     settings = read_settings(directory, config)
-    files = directory.glob("*.safetensors")
+    files = [directory] if is_file(directory) else directory.glob("*.safetensors")
     return {
         "path": str(directory),
         "kind": settings.kind,
@@ -117,11 +118,15 @@ def names_another(verifier: str | None, path: Path) -> bool:
 
 
 def _reader(directory: Path) -> tuple[Reader, ConfigFields]:
-    """The reader of the head in a directory, and its ``config.json``."""
+    """The reader of the head in a directory or a GGUF file, and its ``config.json``."""
+    if is_file(directory):
+        values = GGUFCheckpoint(directory, drafts=True).values
+        fields = ConfigFields(values, shown_path(directory), CheckpointError)
+        return _module(_kind(fields)), fields
     if (found := kind_of(directory)) != "a directory":
         raise ModelNotFoundError(
             f"{shown_path(directory)}: expected the directory of a draft head (head.json, or "
-            f"config.json and safetensors), got {found}"
+            f"config.json and safetensors) or a GGUF file with one, got {found}"
         )
     fields = ConfigFields.read(directory / "config.json", CheckpointError, ModelNotFoundError)
     kind = _kind(fields)
@@ -131,7 +136,12 @@ def _reader(directory: Path) -> tuple[Reader, ConfigFields]:
             f"{shown_path(directory)}: expected model.safetensors, got {pickles[0]}, a pickle, "
             f"which eecore does not open: heads in safetensors are {PUBLIC}"
         )
-    return cast(Reader, import_module(f"{__name__}.{KINDS[kind]}")), fields
+    return _module(kind), fields
+
+
+def _module(kind: str) -> Reader:
+    """The module that reads heads of a kind."""
+    return cast(Reader, import_module(f"{__name__}.{KINDS[kind]}"))
 
 
 def _kind(fields: ConfigFields) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from eecore.errors import CheckpointError
-from eecore.files.readable import shown_path
+from eecore.files.readable import is_file, shown_path
 from eecore.models.llama import LlamaModel
-from eecore.models.readers.checkpoint import Checkpoint, check_shape
+from eecore.models.readers.checkpoint import Checkpoint, StoredTensors, check_shape
 from eecore.models.readers.config_fields import ConfigFields
+from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
 from eecore.models.weights import INT8_BLOCK_DEVICES, CodedForms, Coding, Filling, NewWeights
 
 
@@ -26,10 +30,17 @@ def check_size(fields: ConfigFields, name: str, got: int, expected: int) -> None
         raise fields.wrong(name, f"{expected}, as the model has it", got)
 
 
-def check_shapes(files: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
+def opened(place: Path) -> AbstractContextManager[StoredTensors]:
+    """The tensors of a model's directory or GGUF file, those that draft among them."""
+    if is_file(place):
+        return nullcontext(GGUFCheckpoint(place, drafts=True))
+    return Checkpoint(place, drafts=True)
+
+
+def check_shapes(files: StoredTensors, shapes: dict[str, tuple[int, ...]]) -> None:
     """Raise unless tensors of floats are there in their shapes."""
     for name, shape in shapes.items():
-        if name not in files:
+        if name not in files.names:
             raise CheckpointError(f"{shown_path(files.place)}: expected tensor {name}, got none")
         check_shape(files, name, shape)
 

@@ -1,4 +1,7 @@
-"""The layer that drafts further tokens (MTP) inside the checkpoint of a MiMo or a Qwen3.5."""
+"""The layer that drafts further tokens (MTP) inside the checkpoint of a MiMo or a Qwen3.5.
+
+A Qwen3.5's may be a GGUF file.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,10 @@ from pathlib import Path
 import torch
 
 from eecore.config import ModelConfig
-from eecore.heads.files import check_shapes, check_size, new_weights
+from eecore.heads.files import check_shapes, check_size, new_weights, opened
 from eecore.heads.mtp import MtpHead, MtpWeights
 from eecore.heads.published import PublishedSettings
 from eecore.models.llama import LlamaModel, LlamaWeights
-from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.weights import NewWeights, WeightView
 
@@ -92,7 +94,7 @@ def read_settings(fields: ConfigFields, model: ModelConfig) -> PublishedSettings
 
 
 def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpHead:
-    """The layer in a checkpoint's directory.
+    """The layer in a checkpoint's directory, or in a GGUF file.
 
     Raises:
         ModelError: the layer is not whole, or is another model's; raised before memory is
@@ -128,7 +130,7 @@ def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpHead:
             if name.startswith(start)
         }
 
-    with Checkpoint(directory, drafts=True) as files:
+    with opened(directory) as files:
         meta = views_of(empty(NewWeights("meta", torch.float32)))
         shapes = {name: tuple(view.weight.shape) for name, view in meta.items()}
         check_shapes(files, shapes | {layout.projection: (hidden, 2 * hidden)})

@@ -63,6 +63,9 @@ FLOATS = {"F32": torch.float32, "F16": torch.float32, "BF16": torch.bfloat16}
 class GGUFCheckpoint(StoredTensors):
     """The config of a GGUF file, and its tensors under their names in a checkpoint.
 
+    Args:
+        drafts: whether to include tensors of the first layer that drafts further tokens.
+
     Attributes:
         file: the file.
         values: the file's metadata as a config.json.
@@ -75,14 +78,14 @@ class GGUFCheckpoint(StoredTensors):
 
     own_form = "a GGUF file"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, drafts: bool = False) -> None:
         self.file = GGUFFile(path)
         self.values = config_values(self.file)
-        drafting = tuple(f"blk.{layer}." for layer in drafting_layers(self.file))
+        drafting = [f"blk.{layer}." for layer in drafting_layers(self.file)]
         self.stored_as = {
             _checkpoint_name(self.file, name): name
             for name in self.file.names
-            if name not in ROPE_TENSORS and not name.startswith(drafting)
+            if name not in ROPE_TENSORS and not name.startswith(tuple(drafting))
         }
         self.names, self.place = list(self.stored_as), path
         where = shown_path(path)
@@ -93,6 +96,11 @@ class GGUFCheckpoint(StoredTensors):
         own = own_sampling(ConfigFields(self.generation, where, CheckpointError))
         self.config = replace(config, sampling=own)
         check_tensors(self, self.config)
+        if drafts and drafting:
+            self.values["mtp_num_hidden_layers"] = len(drafting)
+            found = [name for name in self.file.names if name.startswith(drafting[0])]
+            self.stored_as |= {_drafting_name(_checkpoint_name(self.file, n)): n for n in found}
+            self.names = list(self.stored_as)
 
     @property
     def paths(self) -> list[Path]:
@@ -132,7 +140,7 @@ class GGUFCheckpoint(StoredTensors):
             return values[:, None]
         if name.endswith(".A_log"):
             return values.neg().log()
-        is_norm = name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
+        is_norm = "norm" in name.split(".")[-2] and not name.endswith(".linear_attn.norm.weight")
         return values - self.config.norm_offset if is_norm else values
 
     def blocks(self, name: str) -> Tensor:
@@ -222,3 +230,9 @@ def _checkpoint_name(file: GGUFFile, name: str) -> str:
         )
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
     return layer + (WHOLE_NAMES.get(match[2]) or f"{names[part]}.{kind}")
+
+
+def _drafting_name(name: str) -> str:
+    """The name in a checkpoint of a tensor of the layer that drafts, by its name in a layer."""
+    own = name.split(".", 3)[3]
+    return own if own.startswith("mtp.") else f"mtp.layers.0.{own}"

@@ -137,6 +137,10 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
             "ssm_conv1d": "linear_attn.conv1d",
             "ssm_norm": "linear_attn.norm",
             "ssm_out": "linear_attn.out_proj",
+            "nextn.eh_proj": "mtp.fc",
+            "nextn.enorm": "mtp.pre_fc_norm_embedding",
+            "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+            "nextn.shared_head_norm": "mtp.norm",
         },
     ),
     "mistral3": GGUFFamily(
