@@ -103,11 +103,14 @@ def test_a_fill_is_each_layers_own_projection(directory: Path) -> None:
 
 @cpu_only
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
-def test_the_first_layers_alone(directory: Path, num_layers: int) -> None:
-    """A model cut after them is a fixed exit there."""
-    whole = eecore.load(directory, device="cpu", kv_cache_tokens=64)
-    cut = load_first_layers(directory, num_layers)
-    assert cut.config.conv_layers == tuple(n for n in (0, 2) if n < num_layers)
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_odd"])
+def test_the_first_layers_alone(family: str, num_layers: int, tmp_path: Path) -> None:
+    """A model cut after them is a fixed exit there; all of them may have attention."""
+    write_family(tmp_path, family)
+    whole = eecore.load(tmp_path, device="cpu", kv_cache_tokens=64)
+    cut = load_first_layers(tmp_path, num_layers)
+    kept = tuple(n for n in whole.config.attention_layers if n < num_layers)
+    assert cut.config.attention_layers == kept
     kv = KVCache.allocate(cut.config, 1, 32, device=cut.device, dtype=cut.dtype)
     batch = cut.whole_text(len(PROMPT))
     state = cut.layers(0, num_layers, cut.embed(torch.tensor(PROMPT)), kv, batch)

@@ -18,7 +18,7 @@ from torch import Tensor
 from eecore import ops
 from eecore.heads.published import PublishedHead, PublishedSettings
 from eecore.models.draft_head import Positions, SeenKeys
-from eecore.models.hybrid import HybridModel
+from eecore.models.hybrid import decoder_of
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.ops import Matrix
@@ -56,8 +56,7 @@ class MtpHead(PublishedHead):
     ) -> None:
         super().__init__(settings, path, USUAL_AGREEMENT)
         self._network, self._weights = network, weights
-        kind = HybridModel if settings.config.attention_gate else LlamaModel
-        self._layers = kind(settings.config, weights.layer)
+        self._layers = decoder_of(settings.config, weights.layer)
         self._nothing = torch.zeros_like(weights.state_norm)[None]
 
     @property

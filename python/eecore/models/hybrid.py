@@ -184,3 +184,13 @@ class HybridModel(LlamaModel):
                 exit_layer,
                 index,
             )
+
+
+def decoder_of(
+    config: ModelConfig, weights: LlamaWeights, source: ModelSource | None = None
+) -> LlamaModel:
+    """A decoder of the class that its layers need."""
+    has_others = len(config.attention_layers) < config.stack_size
+    return (HybridModel if has_others or config.attention_gate else LlamaModel)(
+        config, weights, source
+    )

@@ -12,7 +12,7 @@ from eecore import ops
 from eecore.config import AnyModelConfig, ModelConfig, T5Config
 from eecore.errors import ModelError
 from eecore.files.readable import kind_of, path_of
-from eecore.models.hybrid import HybridModel
+from eecore.models.hybrid import decoder_of
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import Network
 from eecore.models.readers.checkpoint import DTYPES, Checkpoint, StoredTensors, with_stored_tying
@@ -171,8 +171,7 @@ def network_of(
         assert isinstance(weights, T5Weights)
         return T5Model(config, weights, source)
     assert isinstance(weights, LlamaWeights)
-    is_hybrid = len(config.attention_layers) < config.stack_size
-    return (HybridModel if is_hybrid else LlamaModel)(config, weights, source)
+    return decoder_of(config, weights, source)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
