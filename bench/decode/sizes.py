@@ -1,6 +1,6 @@
 """Random models of real sizes beside llama.cpp: loading, memory, decoding, prompts, verification.
 
-python -m bench sizes                              every model, in half an hour
+python -m bench sizes                              every model, in 40 minutes
 python -m bench sizes --models Llama-3.2-1B        one of them
 
 Each file is made once, in a temporary folder, and read by both engines: up to 5 GB of disk and 14
@@ -11,6 +11,7 @@ bench/results/sizes.json and the tables in bench/results/sizes.md.
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ from bench.harness.machine import in_words, machine
 from bench.harness.processes import peak_bytes
 from bench.harness.results import Figures, Report
 from bench.harness.rows import Row, table_of
-from bench.harness.turns import TimedCall, median_ratio, seconds_of, take_turns, timed
+from bench.harness.turns import TimedCall, median_ratio, seconds_of, timed
 from eecore.planning.ngrams import NgramIndex
 
 FORMATS = {"Q4_K_M": "Q4_K", "int8": "Q8_0"}
@@ -146,7 +147,13 @@ def speeds(
         worker.seconds(1, 1)
         start["first_s"] = time.perf_counter() - began
         start["bytes"] = peak_bytes(worker.process.process.pid)
-        turns = take_turns(runs_of(worker, peer, batches, tokens), rounds)
+        for batch in batches:  # warm-up; llama.cpp's runs are processes of their own
+            worker.seconds(batch, 2)
+        runs = runs_of(worker, peer, batches, tokens)
+        turns: dict[tuple[str, str], list[TimedCall]] = {name: [] for name in runs}
+        for _ in range(rounds):
+            for name, run in runs.items():
+                turns[name].append(run())
     finally:
         worker.close()
     found = [turn.made for turn in turns["machine", "ceilings"]]
@@ -175,6 +182,7 @@ def measured(name: str, weights: str, arguments: Any, has_peer: bool) -> dict[st
         for threads in arguments.threads:
             case = {"model": name, "weights": weights, "threads": threads}
             loaded = loading(file, threads, arguments.rounds)
+            gc.collect()  # an engine refers to itself; its model makes room for the other processes
             rest = (arguments.batches, arguments.tokens or size.tokens, arguments.rounds)
             rows, start = speeds(file, threads, has_peer, *rest)
             own = {**case, "file_bytes": file.stat().st_size, **start, **loaded}
