@@ -142,7 +142,7 @@ def check_states(engine: Engine) -> None:
         return
     owned = [s.state for s in engine.requests.values() if s.state]
     every = sorted([*owned, *states._free, *states._kept.values()])
-    assert every == list(range(1, 2 * engine.config.max_num_seqs + 1))
+    assert every == list(range(1, engine._num_states + 1))
     for sequence in engine.requests.values():
         assert (sequence.state > 0) == sequence.has_pages
 

@@ -71,6 +71,7 @@ def model_facts(directory: Path, draft_head: Path | None = None) -> dict[str, An
         **stored,
         "dtype": str(dtype).removeprefix("torch."),
         "kv_bytes_per_token": KVCache.bytes_per_token(config, dtype),
+        "bytes_per_state": KVCache.bytes_per_state(config, dtype),
         "tokenizer": None
         if tokenizer is None
         else {
@@ -206,6 +207,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         *_bits(facts.get("tensors", {})),
         *([("read a token", _size(facts["bytes_per_token"]))] if "tensors" in facts else []),
         ("KV cache", f"{_size(facts['kv_bytes_per_token'])} a token"),
+        *([("state", f"{_size(facts['bytes_per_state'])} a text")] if config["delta"] else []),
         ("eecore", f"{build['version']}, built with torch {build['built_with_torch']}"),
         ("CPU kernels", f"{build['cpu_capability']} of {', '.join(build['cpu_capabilities'])}"),
         ("CUDA kernels", str(cuda)),

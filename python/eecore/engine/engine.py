@@ -25,7 +25,7 @@ from eecore.engine.intake import Intake
 from eecore.errors import RequestError
 from eecore.exits import Exit, Full
 from eecore.guide import Guide
-from eecore.models import KVCache, Network, Tokenizer, allocate_cache, cache_dtype
+from eecore.models import KVCache, Network, Tokenizer, allocate_cache, cache_dtype, num_states
 from eecore.ops import build_info
 from eecore.output import Output, StepOutput
 from eecore.planning.heads import max_ahead
@@ -72,7 +72,7 @@ class Engine:
         self.network = network
         self.tokenizer = tokenizer
         dtype = cache_dtype(network, self.config.kv_cache_dtype)
-        self._num_states = 2 * self.config.max_num_seqs if network.config.delta else 0
+        self._num_states = num_states(network, self.config, dtype)
         kv = allocate_cache(
             network, self.config.num_pages, self.config.page_size, dtype, self._num_states
         )

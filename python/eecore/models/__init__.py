@@ -10,6 +10,7 @@ from eecore.models.network import (
     bytes_per_token,
     cache_dtype,
     network_digest,
+    num_states,
 )
 from eecore.models.prompt_attention import MIN_QUERIES, Chunks
 from eecore.models.readers import adopt
@@ -59,6 +60,7 @@ __all__ = [
     "load_tokenizer",
     "model_digest",
     "network_digest",
+    "num_states",
     "read_config",
     "read_layout",
 ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from eecore.config import ModelConfig
+from eecore.config import EngineConfig, ModelConfig
 from eecore.errors import ModelError
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel
@@ -50,6 +50,19 @@ def bytes_per_token(network: Network, dtype: torch.dtype) -> int:
     if own is not None:
         num_bytes += KVCache.bytes_per_token(own, other)
     return num_bytes
+
+
+def num_states(network: Network, limits: EngineConfig, dtype: torch.dtype) -> int:
+    """How many texts can have states, for a cache of a dtype; 0 for a model without states.
+
+    Beside those that run these are beginnings, as many as take the memory of the pages, and no more
+    than texts that run.
+    """
+    one = KVCache.bytes_per_state(network.config, network.dtype)
+    if not one:
+        return 0
+    fitting = limits.kv_cache_tokens * bytes_per_token(network, dtype) // one
+    return limits.max_num_seqs + max(1, min(limits.max_num_seqs, fitting))
 
 
 def _keys_of_head(network: Network) -> ModelConfig | None:
