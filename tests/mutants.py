@@ -59,6 +59,27 @@ MEASUREMENTS = (
 
 CPU_KERNELS = (
     Mutant(
+        "delta-state-keeps-drafts",
+        "csrc/cpu/gated_delta.cpp",
+        "float* const to = is_certain ? kept : open;",
+        "float* const to = kept != nullptr ? kept : open;",
+        "tests/ops/test_gated_delta.py -k cpu",
+    ),
+    Mutant(
+        "delta-convolution-of-another-texts-rows",
+        "csrc/cpu/gated_delta.cpp",
+        ": there < text.first ? kept_row(text.entry, there)",
+        ": there < text.first ? kept_row(text.entry ^ 1, there)",
+        "tests/ops/test_gated_delta.py -k cpu",
+    ),
+    Mutant(
+        "delta-fill-never-applied",
+        "csrc/cpu/gated_delta.cpp",
+        "text.certain - text.applied <= p_.num_kept / 4;",
+        "text.certain - text.applied <= p_.num_kept;",
+        "tests/ops/test_gated_delta.py -k cpu",
+    ),
+    Mutant(
         "attention-page-edge",
         "csrc/cpu/paged_attention.cpp",
         "min_of(end, j + params.page_size - offset);",
@@ -681,6 +702,41 @@ CHECKS = (
 )
 
 SCHEDULING = (
+    Mutant(
+        "a-beginning-without-its-state",
+        "python/eecore/scheduling/pages.py",
+        "            while found and keys[len(found) - 1] not in self.states:\n                found.pop()\n",
+        "",
+        "tests/decoding/test_states.py",
+    ),
+    Mutant(
+        "a-state-is-kept-after-its-page",
+        "python/eecore/decoding/prefill.py",
+        "certain = chunk.stop - chunk.stop % self._kv.page_size",
+        "certain = chunk.stop",
+        "tests/decoding/test_states.py",
+    ),
+    Mutant(
+        "a-state-is-lost-with-its-text",
+        "python/eecore/scheduling/pages.py",
+        "            self.states.give_back(sequence.state)\n",
+        "",
+        "tests/decoding/test_states.py",
+    ),
+    Mutant(
+        "a-probe-stays-in-the-state",
+        "python/eecore/scheduling/sequence.py",
+        "return self.state, (self.parent or self).num_computed",
+        "return self.state, self.num_computed",
+        "tests/decoding/test_states.py",
+    ),
+    Mutant(
+        "a-chunk-that-runs-again-goes-on",
+        "python/eecore/decoding/prefill.py",
+        "            first = 0  # the chunk",
+        "            pass  # the chunk",
+        "tests/decoding/test_states.py",
+    ),
     Mutant(
         "page-freed-under-another-owner",
         "python/eecore/scheduling/pages.py",

@@ -23,64 +23,84 @@ struct Step {
   const float* value;  // [kDeltaTile]
   float* out;          // [kDeltaTile]
   float decay, beta;
+  float overlap;  // the product of key and query
 };
 
-// The products of the columns of a tile with a key.
-inline void multiply(const float* tile, const float* key, int64_t key_dim, Vec* sums) {
-  for (int v = 0; v < kTileVecs; ++v) sums[v] = zero();
-  for (int64_t i = 0; i < key_dim; ++i) {
-    const Vec factor = broadcast(key[i]);
-    EECORE_UNROLL
-    for (int v = 0; v < kTileVecs; ++v) {
-      sums[v] = fma(load(tile + i * kDeltaTile + v * kWidth), factor, sums[v]);
-    }
+// The products of the columns of a tile with a position's key and query.
+struct Products {
+  Vec key[kTileVecs], query[kTileVecs];
+};
+
+// Adds what a row of a tile, in which S of one feature of the keys lies, adds to the products.
+template <bool kQueries>
+[[gnu::always_inline]] inline void add_row(const Vec* row, const Step& step, int64_t feature,
+                                           Products& products) {
+  const Vec key = broadcast(step.key[feature]);
+  const Vec query = kQueries ? broadcast(step.query[feature]) : zero();
+  EECORE_UNROLL
+  for (int v = 0; v < kTileVecs; ++v) {
+    products.key[v] = fma(row[v], key, products.key[v]);
+    if constexpr (kQueries) products.query[v] = fma(row[v], query, products.query[v]);
   }
 }
 
-// to = decay * from + key * delta, with its products with the query and with the next position's
-// key, where there are these.
-template <bool kQueries, bool kGoesOn>
-inline void update(const float* from, float* to, const Step& step, const float* next_key,
-                   int64_t key_dim, Vec* sums) {
-  Vec delta[kTileVecs], read[kTileVecs], next[kTileVecs];
-  const Vec decay = broadcast(step.decay), beta = broadcast(step.beta);
-  for (int v = 0; v < kTileVecs; ++v) {
-    delta[v] = beta * (load(step.value + v * kWidth) - decay * sums[v]);
-    read[v] = next[v] = zero();
+template <bool kQueries>
+inline Products multiply(const float* tile, const Step& step, int64_t key_dim) {
+  Products products;
+  for (int v = 0; v < kTileVecs; ++v) products.key[v] = products.query[v] = zero();
+  for (int64_t i = 0; i < key_dim; ++i) {
+    Vec row[kTileVecs];
+    EECORE_UNROLL
+    for (int v = 0; v < kTileVecs; ++v) row[v] = load(tile + i * kDeltaTile + v * kWidth);
+    add_row<kQueries>(row, step, i, products);
   }
+  return products;
+}
+
+// to = decay * from + key * delta, and its products with the next position, where there is one.
+template <bool kGoesOn, bool kQueries>
+inline Products update(const float* from, float* to, const Step& step, const Vec* delta,
+                       const Step* next, int64_t key_dim) {
+  Products products;
+  for (int v = 0; v < kTileVecs; ++v) products.key[v] = products.query[v] = zero();
+  const Vec decay = broadcast(step.decay);
   for (int64_t i = 0; i < key_dim; ++i) {
     const Vec key = broadcast(step.key[i]);
-    const Vec query = kQueries ? broadcast(step.query[i]) : zero();
-    const Vec following = kGoesOn ? broadcast(next_key[i]) : zero();
+    Vec row[kTileVecs];
     EECORE_UNROLL
     for (int v = 0; v < kTileVecs; ++v) {
       const int64_t at = i * kDeltaTile + v * kWidth;
-      const Vec s = fma(key, delta[v], decay * load(from + at));
-      store(to + at, s);
-      if constexpr (kQueries) read[v] = fma(s, query, read[v]);
-      if constexpr (kGoesOn) next[v] = fma(s, following, next[v]);
+      row[v] = fma(key, delta[v], decay * load(from + at));
+      store(to + at, row[v]);
     }
+    if constexpr (kGoesOn) add_row<kQueries>(row, *next, i, products);
   }
-  for (int v = 0; v < kTileVecs; ++v) {
-    if constexpr (kQueries) store(step.out + v * kWidth, read[v]);
-    sums[v] = next[v];
-  }
+  return products;
 }
 
-// Runs positions over a tile: from `from` to `to`, which may be the same.
+// Runs positions over a tile: from `from` to `to`, which may be the same. What a position reads is
+// computed from S before it, so that S after the last one need not be: not unless `kept`.
 inline void run_tile(const float* from, float* to, const Step* steps, int64_t count,
-                     int64_t key_dim) {
-  Vec sums[kTileVecs];
-  multiply(from, steps[0].key, key_dim, sums);
+                     int64_t key_dim, bool kept) {
+  Products products = steps[0].query == nullptr ? multiply<false>(from, steps[0], key_dim)
+                                                : multiply<true>(from, steps[0], key_dim);
   for (int64_t i = 0; i < count; ++i) {
     const Step& step = steps[i];
-    const float* next = i + 1 < count ? steps[i + 1].key : nullptr;
-    if (step.query != nullptr) {
-      next ? update<true, true>(from, to, step, next, key_dim, sums)
-           : update<true, false>(from, to, step, next, key_dim, sums);
+    Vec delta[kTileVecs];
+    const Vec decay = broadcast(step.decay), beta = broadcast(step.beta);
+    for (int v = 0; v < kTileVecs; ++v) {
+      delta[v] = beta * (load(step.value + v * kWidth) - decay * products.key[v]);
+      if (step.query == nullptr) continue;
+      const Vec overlap = broadcast(step.overlap);
+      store(step.out + v * kWidth, fma(overlap, delta[v], decay * products.query[v]));
+    }
+    const Step* next = i + 1 < count ? steps + i + 1 : nullptr;
+    if (next == nullptr) {
+      if (kept) update<false, false>(from, to, step, delta, next, key_dim);
+    } else if (next->query == nullptr) {
+      products = update<true, false>(from, to, step, delta, next, key_dim);
     } else {
-      next ? update<false, true>(from, to, step, next, key_dim, sums)
-           : update<false, false>(from, to, step, next, key_dim, sums);
+      products = update<true, true>(from, to, step, delta, next, key_dim);
     }
     from = to;
   }
@@ -186,7 +206,8 @@ class Delta {
           memory_.steps[i].out = memory_.read + i * padded_ + tile;
         }
         const int64_t at = tile * p_.key_dim;
-        run_tile(from + at, to + at, memory_.steps, end - begin, p_.key_dim);
+        const bool kept = is_certain || end < stop;
+        run_tile(from + at, to + at, memory_.steps, end - begin, p_.key_dim, kept);
       }
       for (int64_t position = max_of(begin, text.first); position < end; ++position) {
         if (p_.out != nullptr) put(text, position, value_head, position - begin);
@@ -215,6 +236,7 @@ class Delta {
         convolve(text, position, key_head * key_dim, key_dim, query);
         set_length(query, 1.0f / __builtin_sqrtf(static_cast<float>(key_dim)));
         step.query = query;
+        step.overlap = product(key, query);
       }
       float* const value = memory_.values + i * padded_;
       convolve(text, position, 2 * key_size_ + value_head * value_dim, value_dim, value);
@@ -253,16 +275,20 @@ class Delta {
 
   // Scales [key_dim] numbers to a length.
   void set_length(float* x, float length) const {
-    Vec squares = zero();
-    for (int64_t i = 0; i < p_.key_dim; i += kWidth) {
-      const Vec part = load_lanes(x + i, min_of(p_.key_dim - i, kWidth));
-      squares = fma(part, part, squares);
-    }
-    const Vec factor = broadcast(length / __builtin_sqrtf(sum(squares) + kLengthEps));
+    const Vec factor = broadcast(length / __builtin_sqrtf(product(x, x) + kLengthEps));
     for (int64_t i = 0; i < p_.key_dim; i += kWidth) {
       const int64_t lanes = min_of(p_.key_dim - i, kWidth);
       store_lanes(x + i, load_lanes(x + i, lanes) * factor, lanes);
     }
+  }
+
+  float product(const float* a, const float* b) const {
+    Vec products = zero();
+    for (int64_t i = 0; i < p_.key_dim; i += kWidth) {
+      const int64_t lanes = min_of(p_.key_dim - i, kWidth);
+      products = fma(load_lanes(a + i, lanes), load_lanes(b + i, lanes), products);
+    }
+    return sum(products);
   }
 
   // The output of a head at a position: what it read, normed and gated.

@@ -55,7 +55,9 @@ def cached(engine: eecore.Engine, prompt: list[int]) -> int:
     """How many positions of a prompt come from the cache; its output is that without one."""
     output = run(engine, prompt)
     assert (output.token_ids, output.logprobs) == alone(engine, prompt)
-    return output.stats.cached_tokens
+    stats, num_layers = output.stats, engine.num_layers
+    assert stats.prompt_layers_run == (len(prompt) - stats.cached_tokens) * num_layers
+    return stats.cached_tokens
 
 
 def alone(engine: eecore.Engine, prompt: list[int]) -> tuple[list[int], list[float] | None]:
