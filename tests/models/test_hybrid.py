@@ -22,7 +22,7 @@ from eecore.lab.training.head_keys import choose_attended
 from eecore.models import KVCache, convert_gguf, load_model, read_config
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.readers.load import load_first_layers, opened
-from eecore.models.readers.stored_weights import load_weights
+from eecore.models.readers.stored_weights import load_weights, memory_of
 from eecore.models.weights import Coding
 from quantised_models import LINEAR, Quantisation, write_quantised
 from tiny_families import make_oracle, write_family, write_family_gguf
@@ -418,6 +418,10 @@ def test_heads_of_less_than_a_block_run_as_floats(tmp_path: Path) -> None:
         deltas = weights_of(file).deltas
         assert deltas is not None
         assert (deltas.last.table is not None) == in_blocks
+        with opened(file) as (stored, config):
+            memory = memory_of(stored, config, torch.float32)
+        form = memory["model.layers.0.linear_attn.out_proj.weight"][0]
+        assert form == ("Q8_0" if in_blocks else "F32")
         if not in_blocks:
             out = oracle.model.layers[0].linear_attn.out_proj.weight
             torch.testing.assert_close(deltas.last.weight[0], out.detach(), rtol=0, atol=0.01)

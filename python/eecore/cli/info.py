@@ -121,7 +121,6 @@ def _stored_facts(
     """
     import torch
 
-    from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
     from eecore.models.readers.head_file import stored_pack
     from eecore.models.readers.load import choose_device, choose_dtype, opened
     from eecore.models.readers.stored_weights import memory_of
@@ -140,10 +139,7 @@ def _stored_facts(
         if not stored.own_form:
             facts["weight_bytes"] = config.num_parameters * dtype.itemsize
             return config, tokenizer, dtype, shipped, facts
-        if isinstance(stored, GGUFCheckpoint):
-            memory = {name: (kinds[name], stored.num_bytes(name)) for name in kinds}
-        else:
-            memory = memory_of(stored, config, dtype)
+        memory = memory_of(stored, config, dtype)
         numbers = {name: math.prod(stored.shape(name)) for name in memory}
     total = sum(size for _, size in memory.values())
     looked_up = 0 if config.tie_word_embeddings else memory["model.embed_tokens.weight"][1]
