@@ -23,6 +23,7 @@ import hub_server
 import mtp_heads
 from eecore.errors import ModelError
 from eecore.files import hub
+from eecore.models import load_model
 from head_packs import write_pack
 from hub_server import TOKEN, Hub
 from servers import started
@@ -143,6 +144,21 @@ def test_a_directory_has_what_is_read_of_it_and_no_pickle(
     online.fetched.clear()
     assert fetch("org/name") == str(fetched)
     assert not online.fetched  # they lie in the cache
+
+
+def test_shards_as_those_of_qwen35_are_called(online: Hub, directory: Path, fetch: Fetch) -> None:
+    index = directory / "model.safetensors.index.json"
+    text = index.read_text()
+    shards = [f"model.safetensors-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for shard in shards:
+        usual = shard.replace(".safetensors-", "-")
+        (directory / usual).rename(directory / shard)
+        text = text.replace(usual, shard)
+    index.write_text(text)
+    online.add("org/name", directory)
+    fetched = Path(fetch("org/name"))
+    assert files_of(fetched) >= {*shards, index.name}
+    assert load_model(fetched, "cpu")[0] == load_model(directory, "cpu")[0]
 
 
 def test_a_revision(online: Hub, tmp_path: Path, fetch: Fetch) -> None:

@@ -26,6 +26,12 @@ MAX_LETTERS = 96
 """Letters that the hub allows in ``org/name``."""
 FILE_SUFFIXES = (".gguf", ".json", ".jsonl", ".safetensors", ".txt")
 """Suffixes of file names, which no repository is expected to have."""
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+    "model.safetensors-*-of-*.safetensors",  # Qwen3.5
+)
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -37,9 +43,7 @@ MODEL_FILES = (
     "chat_template*.jinja",
     "chat_template*.json",
     "additional_chat_templates/*.jinja",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "model-*-of-*.safetensors",
+    *WEIGHT_FILES,
     "exits.json",
     "exits/head.json",
     "exits/head.safetensors",
@@ -49,12 +53,7 @@ MODEL_FILES = (
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 """Fetched where there is no tokenizer.json, so that a warning can name the tokenizer's format."""
 HEAD_FILES = ("head.json", "head.safetensors", "exits/head.json", "exits/head.safetensors")
-PUBLISHED_HEAD_FILES = (
-    "config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "model-*-of-*.safetensors",
-)
+PUBLISHED_HEAD_FILES = ("config.json", *WEIGHT_FILES)
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 MAX_LISTED = 20

@@ -28,7 +28,9 @@ from eecore.values import shown
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-OTHER_WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors|consolidated.*\.safetensors")
+OTHER_WEIGHTS = re.compile(
+    r"model(\.safetensors)?-\d+-of-\d+\.safetensors|consolidated.*\.safetensors"
+)
 """Names of weights that are not used: shards missing from the index, and Mistral's own format."""
 MAX_INDEX_BYTES = 32 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
