@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
@@ -142,6 +143,15 @@ def test_weights_that_another_owner_changes(family: str, dtype: torch.dtype) -> 
 
 
 # What cannot be
+
+
+def test_a_model_of_images_is_not_adopted(qwen: Path) -> None:
+    text = json.loads((qwen / "config.json").read_text())
+    eyes = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=eyes)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with pytest.raises(ModelError, match=r"Qwen3_5ForCon.*expected a model of text alone, which"):
+        from_transformers(model)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from eecore.models import (
 )
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.readers.config_json import model_config
+from eecore.models.readers.families import MULTIMODAL
 from eecore.models.rope import frequencies
 from eecore.models.text.tokenizer_settings import CLEAN_UP, cleans_up
 from eecore.values import shown
@@ -255,6 +256,11 @@ class _Source(ModelSource):
 def _check_kind(model: Any) -> None:
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "generation_config"):
         raise ModelError(f"model: expected a PreTrainedModel that generates, got {shown(model)}")
+    if type(model).__name__ in MULTIMODAL:
+        raise ModelError(
+            f"{type(model).__name__}: expected a model of text alone, which AutoModelForCausalLM "
+            "makes of its files, got one that also reads images"
+        )
     quantised = getattr(model.config, "quantization_config", None)
     if getattr(model, "hf_quantizer", None) is not None or quantised is not None:
         raise ModelError(
