@@ -24,7 +24,8 @@ def test_matches_the_reference(dtype: torch.dtype, device: torch.device) -> None
         pytest.skip("float16 is for CUDA")
     draw = torch.Generator().manual_seed(0)
     x, rows = (torch.randn(3, 2, n, generator=draw).to(dtype).to(device) for n in (37, 74))
-    gate = 40 * rows[:, :, 37:]  # beside the queries of its head
+    gate = rows[:, :, 37:]  # beside the queries of its head
+    gate *= 40
     got = ops.sigmoid_gate(x, gate)
     expected = sigmoid_gate(x.cpu(), gate.cpu()).to(dtype)
     torch.testing.assert_close(got.cpu(), expected, **asdict(TOLERANCES[dtype]))
