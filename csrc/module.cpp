@@ -127,7 +127,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("cpu_capabilities", [] {
     std::vector<std::string> names;
     for (int i = 0; i <= static_cast<int>(eecore::cpu::best_capability()); ++i) {
-      names.emplace_back(eecore::cpu::capability_name(static_cast<eecore::cpu::Capability>(i)));
+      const auto capability = static_cast<eecore::cpu::Capability>(i);
+      if (can_run(capability)) names.emplace_back(capability_name(capability));
     }
     return names;
   });

@@ -21,9 +21,10 @@ CUDA_OPS = frozenset(ops.OP_NAMES) - frozenset(ops.CPU_ONLY_OPS)
 
 
 def cpu_capabilities() -> list[str]:
-    """The capabilities of this CPU, and the software model of matrix tiles where it runs."""
+    """The capabilities of this CPU, and the models of others that it runs."""
     names = _C.cpu_capabilities()
-    return [*names, "amx_model"] if "avx512_bf16" in names else names
+    needs = {"avx_vnni_model": "avx512", "amx_model": "avx512_bf16"}
+    return names + [model for model, needed in needs.items() if needed in names]
 
 
 def fits_the_emulator(parameters: Mapping[str, object]) -> bool:

@@ -311,6 +311,20 @@ CPU_KERNELS = (
         "tests/ops/test_skinny_products.py -k 'cpu and gated'",
     ),
     Mutant(
+        "vnni-takes-x-as-unsigned",
+        "csrc/cpu/panel_lanes.h",
+        '"+x"(sums.v) : "x"(w.v), "x"(columns.v)',
+        '"+x"(sums.v) : "x"(columns.v), "x"(w.v)',
+        "tests/across_ops/test_vnni.py",
+    ),
+    Mutant(
+        "vnni-multiplies-int8-as-bytes",
+        "csrc/cpu/weight_format.h",
+        '" EECORE_VNNI "%} vpdpwssd',
+        '" EECORE_VNNI "%} vpdpbusd',
+        "tests/across_ops/test_vnni.py",
+    ),
+    Mutant(
         "few-rows-are-summed-in-two-halves",
         "csrc/cpu/skinny_gemm.h",
         "        multiply_block<1, F::kMaxInOrder>(block, num_batch, 0);\n",

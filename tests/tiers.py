@@ -27,12 +27,13 @@ from eecore import ops
 HAS_CUDA = torch.cuda.is_available() and ops.build_info()["cuda"]
 CPU_CAPABILITIES: tuple[str, ...] = ("portable",)
 if platform.machine() in ("x86_64", "AMD64"):
-    CPU_CAPABILITIES += ("avx2", "avx512", "avx512_bf16", "amx", "amx_model")
-TILES = ("amx", "amx_model")
-"""Matrix tiles: the machine's, and a model of them in software."""
-# Test files of ops that differ with matrix tiles, the machine's or the software model's.
-TILED = {"skinny_products", "kv_fill", "exit_confidence_softmax"}
-TILED |= {"decoder_layers", "weight_formats", "rows_alone", "tiles", "random_calls"}
+    CPU_CAPABILITIES += ("avx2", "avx_vnni", "avx512", "avx512_bf16", "amx")
+    CPU_CAPABILITIES += ("avx_vnni_model", "amx_model")
+PRODUCTS = ("amx", "avx_vnni_model", "amx_model")
+"""Capabilities that differ from another one in products: matrix tiles, and the models."""
+# Test files of ops that multiply with weights.
+MULTIPLIES = {"skinny_products", "kv_fill", "exit_confidence_softmax"}
+MULTIPLIES |= {"decoder_layers", "weight_formats", "rows_alone", "tiles", "random_calls"}
 # Test files that also run on CUDA: of ops, and across them.
 ON_CUDA = cases.CUDA_OPS | {"skinny_products", "weight_formats", "appended_heads", "float8_caches"}
 ON_CUDA |= {"random_calls", "rows_alone"}
@@ -69,7 +70,7 @@ def backends(op: str, function: str, everything: bool) -> list[str]:
         function: the test function's name.
         everything: all of them, and not those of the short suite.
     """
-    here = [name for name in cases.cpu_capabilities() if name not in TILES or op in TILED]
+    here = [name for name in cases.cpu_capabilities() if name not in PRODUCTS or op in MULTIPLIES]
     if not everything and op != "random_calls":
         here = [name for name in here if f"cpu-{name}" not in by_random_calls()]
     found = [] if function.endswith("_on_cuda") else [f"cpu-{name}" for name in here]
@@ -80,7 +81,7 @@ def backends(op: str, function: str, everything: bool) -> list[str]:
 
 def by_random_calls() -> list[str]:
     """The CPU capabilities of this machine which random calls alone try in the short suite."""
-    vectors = [name for name in cases.cpu_capabilities() if name not in TILES]
+    vectors = [name for name in cases.cpu_capabilities() if name not in PRODUCTS]
     kept = {"portable", vectors[-1], "amx"}
     return [f"cpu-{name}" for name in cases.cpu_capabilities() if name not in kept]
 

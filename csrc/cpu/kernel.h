@@ -1,5 +1,6 @@
 // Included by every CPU kernel file. EECORE_CAPABILITY is the namespace that this translation unit
-// is compiled for: portable, avx2, avx512 or avx512_bf16. Everything that a kernel file defines or
+// is compiled for: portable, avx2, avx512 or avx512_bf16; of avx_vnni and its model there are only
+// the products of vnni_products.h. Everything that a kernel file defines or
 // instantiates must be in that namespace or be static: the linker would merge an inline function
 // shared between capabilities into any one of its copies, possibly the AVX-512 one. For the same
 // reason kernel files use no standard containers or algorithms.

@@ -4,6 +4,9 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
+template <BlockFormat kFormat>
+using DotOf = PanelDot<has_halves(kFormat) ? 4 : 8, quant_bits(kFormat)>;
+
 // Multiplies group kGroup of columns of a block of two parts with row b of x, whose block is
 // `columns`.
 template <int kGroup, int kRows, typename Dot>
@@ -69,7 +72,7 @@ template <BlockFormat kFormat, int kBatch, bool kNear>
                                           LinesAhead<kNear> ahead, float* sums, int64_t stride) {
   constexpr BlockTraits kTraits = traits_of(kFormat);
   constexpr bool kHasHalves = has_halves(kFormat);
-  using Dot = PanelDot<kHasHalves ? 4 : 8, quant_bits(kFormat)>;
+  using Dot = DotOf<kFormat>;
   Vec totals[2][kBatch];
   for (auto& of_panel : totals) {
     for (Vec& total : of_panel) total = zero();
@@ -158,20 +161,20 @@ void multiply_batch_of_two(const PanelProduct& product, const PanelPart* parts, 
 // each of which prefetches its share of the next memory, block_bytes for each block.
 template <BlockFormat kFormat, bool kNear>
 void multiply_in_two(const PanelProduct& product, const PanelPart* parts, int64_t block_bytes) {
+  constexpr int kBatch = DotOf<kFormat>::kBatch;
   const int64_t num_blocks = parts[0].num_blocks;
-  const int64_t num_groups = ceil_div(product.num_batch, kBatchOfTwo);
+  const int64_t num_groups = ceil_div(product.num_batch, kBatch);
   for (int64_t group = 0, b = 0; group < num_groups; ++group) {
     const int64_t batch =
         num_groups == 1 ? product.num_batch : (product.num_batch + group) / num_groups;
     const LinesAhead<kNear> ahead(product.ahead, block_bytes, group, num_groups, num_blocks);
     float* const out = product.out + b * product.out_stride;
     if (product.count == kPanelRows) {
-      multiply_batch_of_two<kFormat, kBatchOfTwo>(product, parts, b, batch, ahead, out,
-                                                  product.out_stride);
+      multiply_batch_of_two<kFormat, kBatch>(product, parts, b, batch, ahead, out,
+                                             product.out_stride);
     } else {
-      alignas(64) float lanes[kBatchOfTwo][2 * kWidth];
-      multiply_batch_of_two<kFormat, kBatchOfTwo>(product, parts, b, batch, ahead, lanes[0],
-                                                  2 * kWidth);
+      alignas(64) float lanes[kBatch][2 * kWidth];
+      multiply_batch_of_two<kFormat, kBatch>(product, parts, b, batch, ahead, lanes[0], 2 * kWidth);
       for (int64_t i = 0; i < batch; ++i) store_row(product, b + i, lanes[i]);
     }
     b += batch;
@@ -320,6 +323,16 @@ inline void multiply_panel(const PanelProduct& product) {
 }  // namespace
 
 void multiply_panel(BlockFormat format, const PanelProduct& product) {
+#if defined(EECORE_HANDS_OVER)
+  switch (active_capability()) {
+    case Capability::kAvxVnni:
+      return avx_vnni::multiply_panel(format, product);
+    case Capability::kAvxVnniModel:
+      return avx_vnni_model::multiply_panel(format, product);
+    default:
+      break;
+  }
+#endif
   dispatch_format(format, [&]<BlockFormat kFormat>() { multiply_panel<kFormat>(product); });
 }
 

@@ -11,14 +11,6 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// 32 columns of a row of x: x = q * scale.
-struct XBlock {
-  float scale;
-  float scaled_sum;     // scale * the sum of q
-  int32_t minus_8;      // -8 times the sum of q
-  int32_t minus_8_low;  // for the first half of q
-  int8_t q[kBlockColumns];
-};
 // The scaled sum of the columns whose sum times -8 is given, exactly as for all columns.
 inline float scaled_sum_of(const XBlock& x, int32_t minus_8) {
   return x.scale * (static_cast<float>(minus_8) * -0.125f);
@@ -241,19 +233,6 @@ constexpr int64_t kFewestOfTwoPanels = 9;
 constexpr int64_t kFewestOfTwoPanels = INT64_MAX;
 #endif
 
-// Multiplies a panel's rows first..first + count with rows of x, into out[b * out_stride + r].
-struct PanelProduct {
-  const uint8_t* panel;
-  const uint8_t* second;  // a whole panel of the same format, the next one in out; or null
-  int64_t columns, first, count;
-  const XBlock* x;  // row stride x_stride
-  int64_t x_stride, num_batch;
-  const uint8_t* ahead;  // what to prefetch meanwhile, as many bytes as the panel has; may be null
-  float* out;
-  int64_t out_stride;
-  Tiles tiles;
-  int64_t tile_rows;  // of x
-};
 void multiply_panel(BlockFormat format, const PanelProduct& product);
 
 // Stores the sums of row b of x with all rows of the panel, of which the product may want only

@@ -101,27 +101,10 @@ inline void dot(const Bytes* w, const int8_t* x, int64_t x_stride, Ahead ahead, 
   }
 }
 
-// The products of one row of x with kGroups groups of columns of weights of kBits bits, group after
-// group, and the correction for the weights' offset, times x: `offset`, for 4 bits -8 times the sum
-// of x, doubled with each further bit, halved with each one less. kIsSigned: there is no offset.
-// kTakesTurns: a sum waits for its last product, and a core looks ahead to only few of them, so all
-// sums take one group before any takes the next.
-template <int kGroups_, int kBits>
-struct PanelDot {
-  static constexpr int kGroups = kGroups_;
-  static constexpr bool kIsSigned = false;
-  static constexpr bool kTakesTurns = true;
-  __m512i sums;
-
-  void begin(int32_t offset) { sums = broadcast_shifted<kBits - 4>(offset).v; }
-  template <int kGroup>
-  void add(Bytes w, Bytes columns) {
-    sums = _mm512_dpbusd_epi32(sums, w.v, columns.v);
-  }
-  Ints total(int32_t) const { return {sums}; }
-};
-// Rows of x that are multiplied with two vectors of weights at once.
-constexpr int kBatchOfTwo = 5;
+// sums + the products of a group of columns.
+inline Ints add_products(Ints sums, Bytes w, Bytes columns) {
+  return {_mm512_dpbusd_epi32(sums.v, w.v, columns.v)};
+}
 
 #elif defined(__AVX2__)
 
@@ -175,6 +158,18 @@ inline Vec load_signed(const uint8_t* p) {
 inline Vec load_half(const uint8_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
+
+#if defined(EECORE_VNNI)
+
+// EECORE_VNNI is the encoding of the instruction: that of AVX-VNNI, or in the model of it that of
+// AVX-512.
+inline Ints add_products(Ints sums, Bytes w, Bytes columns) {
+  asm("%{" EECORE_VNNI "%} vpdpbusd %2, %1, %0" : "+x"(sums.v) : "x"(w.v), "x"(columns.v));
+  return sums;
+}
+
+#else
+
 // Pairs of products are summed in 16 bits over as many groups as certainly fit. Where not even one
 // does, 128 is subtracted from the weights, and their signs are moved to x. With half as many
 // registers as AVX-512 there is no room for sums of many rows: one row takes all groups at a time.
@@ -184,6 +179,9 @@ struct PanelDot {
   static constexpr int kFit = 32767 / (2 * 127 * ((1 << kBits) - 1));
   static constexpr bool kIsSigned = kFit < 1;
   static constexpr bool kTakesTurns = false;
+  // More sums than there are registers: idle sums are kept in memory, which takes less time than
+  // unpacking the weights once more.
+  static constexpr int kBatch = 8;
   static constexpr int kRun = kFit < kGroups ? kFit : kGroups;
   __m256i pairs, sums;
 
@@ -209,9 +207,8 @@ struct PanelDot {
     return {_mm256_add_epi32(sums, broadcast_shifted<kBits - 4>(offset).v)};
   }
 };
-// More sums than there are registers: idle sums are kept in memory, which takes less time than
-// unpacking the weights once more.
-constexpr int kBatchOfTwo = 8;
+
+#endif
 
 #else
 
@@ -290,6 +287,7 @@ struct PanelDot {
   static constexpr int kGroups = kGroups_;
   static constexpr bool kIsSigned = false;
   static constexpr bool kTakesTurns = false;
+  static constexpr int kBatch = 2;
   static constexpr bool kFits = kGroups * 127 * ((1 << kBits) - 1) <= 32767;
   using Sum = decltype(sum_of<kFits>());
   Sum sums[kLaneBytes];
@@ -313,7 +311,34 @@ struct PanelDot {
     return r;
   }
 };
-constexpr int kBatchOfTwo = 2;
+
+#endif
+
+#if defined(__AVX512VNNI__) || defined(EECORE_VNNI)
+
+// The products of one row of x with kGroups groups of columns of weights of kBits bits, group after
+// group, and the correction for the weights' offset, times x: `offset`, for 4 bits -8 times the sum
+// of x, doubled with each further bit, halved with each one less. kIsSigned: there is no offset.
+// kTakesTurns: a sum waits for its last product, and a core looks ahead to only few of them, so all
+// sums take one group before any takes the next; with few registers one row takes all groups.
+// kBatch: rows of x that are multiplied with two vectors of weights at once.
+template <int kGroups_, int kBits>
+struct PanelDot {
+  static constexpr int kGroups = kGroups_;
+  static constexpr bool kIsSigned = false;
+  static constexpr bool kTakesTurns = kWidth == 16;
+  // Where halves of a block have sums of their own and registers are few, unpacking takes longer
+  // than moving sums to and from memory.
+  static constexpr int kBatch = kWidth == 8 && kGroups == 4 ? 8 : 5;
+  Ints sums;
+
+  void begin(int32_t offset) { sums = broadcast_shifted<kBits - 4>(offset); }
+  template <int kGroup>
+  void add(Bytes w, Bytes columns) {
+    sums = add_products(sums, w, columns);
+  }
+  Ints total(int32_t) const { return sums; }
+};
 
 #endif
 

@@ -19,27 +19,18 @@
 namespace eecore::cpu {
 namespace {
 
-constexpr const char* kNames[kNumCapabilities] = {"portable",    "avx2", "avx512",
-                                                  "avx512_bf16", "amx",  "amx_model"};
-
-bool can_run(Capability capability) {
-  const Capability best = best_capability();
-  return capability == Capability::kAmxModel ? best >= Capability::kAvx512Bf16 : capability <= best;
-}
+constexpr const char* kNames[kNumCapabilities] = {
+    "portable", "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx", "avx_vnni_model", "amx_model"};
 
 Capability parse_capability(const char* wanted) {
+  std::string names;
   for (int i = 0; i < kNumCapabilities; ++i) {
-    if (std::strcmp(wanted, kNames[i]) != 0) continue;
-    if (!can_run(static_cast<Capability>(i))) {
-      throw std::invalid_argument(std::string("EECORE_CPU_CAPABILITY: this CPU runs at most ") +
-                                  capability_name(best_capability()) + ", got " + wanted);
-    }
-    return static_cast<Capability>(i);
+    if (!can_run(static_cast<Capability>(i))) continue;
+    if (std::strcmp(wanted, kNames[i]) == 0) return static_cast<Capability>(i);
+    names += std::string(names.empty() ? "" : ", ") + kNames[i];
   }
-  throw std::invalid_argument(
-      std::string("EECORE_CPU_CAPABILITY: expected portable, avx2, avx512, avx512_bf16 or amx, "
-                  "got ") +
-      wanted);
+  throw std::invalid_argument("EECORE_CPU_CAPABILITY: expected " + names +
+                              " (what this CPU runs), got " + wanted);
 }
 
 std::atomic<Capability>& active() {
@@ -56,6 +47,19 @@ const char* capability_name(Capability capability) { return kNames[static_cast<i
 
 #if defined(__x86_64__)
 namespace {
+
+bool has_avx2() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+
+// Whether the CPU has the products of AVX-512 VNNI as AVX encodes them.
+bool has_avx_vnni() {
+  constexpr uint32_t kAvxVnni = 1u << 4;
+  uint32_t a = 0, b = 0, c = 0, d = 0;
+  return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAvxVnni) != 0;
+}
 
 // Whether the CPU has matrix tiles with products of bfloat16 and of bytes, Linux grants their state
 // to this process, and they give correct results.
@@ -85,9 +89,7 @@ bool has_tiles() {
 
 Capability best_capability() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
+  const bool avx2 = has_avx2();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
@@ -96,9 +98,26 @@ Capability best_capability() {
     return tiles ? Capability::kAmx : Capability::kAvx512Bf16;
   }
   if (avx512) return Capability::kAvx512;
+  if (has_avx_vnni()) return Capability::kAvxVnni;
   if (avx2) return Capability::kAvx2;
 #endif
   return Capability::kPortable;
+}
+
+bool can_run(Capability capability) {
+  const Capability best = best_capability();
+  switch (capability) {
+#if defined(__x86_64__)
+    case Capability::kAvxVnni:
+      return has_avx_vnni();
+#endif
+    case Capability::kAvxVnniModel:
+      return best >= Capability::kAvx512;
+    case Capability::kAmxModel:
+      return best >= Capability::kAvx512Bf16;
+    default:
+      return capability <= best;
+  }
 }
 
 Capability active_capability() { return active().load(std::memory_order_relaxed); }
@@ -135,6 +154,8 @@ void set_capability(const char* name) { active().store(parse_capability(name)); 
       case Capability::kPortable: \
         return portable::run_##op(params, parallel); \
       case Capability::kAvx2: \
+      case Capability::kAvxVnni: \
+      case Capability::kAvxVnniModel: \
         return avx2::run_##op(params, parallel); \
       case Capability::kAvx512: \
         return avx512::run_##op(params, parallel); \

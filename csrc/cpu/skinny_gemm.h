@@ -244,4 +244,13 @@ inline void multiply(const Unit<W>&, const WeightRows<W>& w, int64_t num_rows, c
   }
 }
 
+// The same with an int8 weight, see multiply_int8.cpp.
+void multiply_int8(const Int8Product& product);
+inline void multiply(const Unit<Int8>&, const WeightRows<Int8>& w, int64_t num_rows,
+                     const int16_t* x, int64_t x_stride, int64_t num_batch, int64_t n,
+                     const Int8* next, float* out, int64_t out_stride) {
+  multiply_int8(
+      {w.data, w.stride, w.scales, num_rows, x, x_stride, num_batch, n, next, out, out_stride});
+}
+
 }  // namespace eecore::cpu::EECORE_CAPABILITY

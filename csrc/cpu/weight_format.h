@@ -11,13 +11,9 @@
 #pragma once
 
 #include "pair.h"
+#include "vnni_products.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
-
-// Storage element of an int8 weight.
-struct Int8 {
-  int8_t value;
-};
 
 // Rows of a weight: [num_rows, n].
 template <typename W>
@@ -195,7 +191,7 @@ struct Format<Int8> {
   }
   static Vec lanes(Sums sums) { return {_mm512_cvtepi32_ps(sums)}; }
 #elif defined(__AVX2__)
-  static constexpr int kMaxBatch = 2;
+  static constexpr int kMaxBatch = 3;
   using Sums = __m256i;
 
   static __m256i load(const Int8* p) {
@@ -209,7 +205,12 @@ struct Format<Int8> {
   static Sums start() { return _mm256_setzero_si256(); }
   static Sums multiply_add(__m256i w, const PackedX* x, Sums sums) {
     const __m256i columns = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+#if defined(EECORE_VNNI)
+    asm("%{" EECORE_VNNI "%} vpdpwssd %2, %1, %0" : "+x"(sums) : "x"(w), "xm"(columns));
+    return sums;
+#else
     return _mm256_add_epi32(sums, _mm256_madd_epi16(w, columns));
+#endif
   }
   static Vec lanes(Sums sums) { return {_mm256_cvtepi32_ps(sums)}; }
 #else

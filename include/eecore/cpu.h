@@ -22,18 +22,23 @@ struct Parallel {
 };
 constexpr Parallel kOneThread{1, 1 << 15, nullptr, nullptr};  // never calls `run`
 
-// kAmx and kAmxModel run the kernels of kAvx512Bf16, whose products of bfloat16 use matrix tiles:
-// the machine's, or a model of them in software, for tests.
+// kAvxVnni runs the kernels of kAvx2, whose products of int8 and packed weights use instructions of
+// AVX-VNNI; kAmx runs those of kAvx512Bf16, whose products of bfloat16 use matrix tiles. The models
+// are for tests: the instructions as AVX-512 encodes them, and tiles in software.
 enum class Capability : int {
   kPortable = 0,
   kAvx2 = 1,
-  kAvx512 = 2,
-  kAvx512Bf16 = 3,
-  kAmx = 4,
-  kAmxModel = 5
+  kAvxVnni = 2,
+  kAvx512 = 3,
+  kAvx512Bf16 = 4,
+  kAmx = 5,
+  kAvxVnniModel = 6,
+  kAmxModel = 7
 };
-constexpr int kNumCapabilities = 6;
+constexpr int kNumCapabilities = 8;
 const char* capability_name(Capability capability);
+// Whether this CPU and operating system have a capability, or what its model needs.
+bool can_run(Capability capability);
 // The best capability of this CPU and operating system.
 Capability best_capability();
 // The capability that the kernels run with: EECORE_CPU_CAPABILITY, read once, or the best one.

@@ -1,0 +1,64 @@
+// The products that AVX-VNNI has instructions for. Its other kernels are those of AVX2, which hand
+// these products over, so the arguments have types that all capabilities share.
+#pragma once
+
+#include "run.h"
+
+namespace eecore::cpu {
+
+// Storage element of an int8 weight.
+struct Int8 {
+  int8_t value;
+};
+
+// Multiplies rows of an int8 weight with packed rows of x.
+struct Int8Product {
+  const Int8* w;  // [num_rows, columns], row stride w_stride
+  int64_t w_stride;
+  const float* scales;  // [num_rows]
+  int64_t num_rows;
+  const int16_t* x;  // [num_batch, columns packed], row stride x_stride
+  int64_t x_stride, num_batch, columns;
+  const Int8* next;  // the rows that are read after these; may be null
+  float* out;        // [num_batch, num_rows], row stride out_stride
+  int64_t out_stride;
+};
+
+// 32 columns of a row of x: x = q * scale.
+struct XBlock {
+  float scale;
+  float scaled_sum;     // scale * the sum of q
+  int32_t minus_8;      // -8 times the sum of q
+  int32_t minus_8_low;  // for the first half of q
+  int8_t q[kBlockColumns];
+};
+
+// Multiplies a panel's rows first..first + count with rows of x, into out[b * out_stride + r].
+struct PanelProduct {
+  const uint8_t* panel;
+  const uint8_t* second;  // a whole panel of the same format, the next one in out; or null
+  int64_t columns, first, count;
+  const XBlock* x;  // row stride x_stride
+  int64_t x_stride, num_batch;
+  const uint8_t* ahead;  // what to prefetch meanwhile, as many bytes as the panel has; may be null
+  float* out;
+  int64_t out_stride;
+  Tiles tiles;
+  int64_t tile_rows;  // of x
+};
+
+namespace avx_vnni {
+void multiply_panel(BlockFormat format, const PanelProduct& product);
+void multiply_int8(const Int8Product& product);
+}  // namespace avx_vnni
+namespace avx_vnni_model {
+void multiply_panel(BlockFormat format, const PanelProduct& product);
+void multiply_int8(const Int8Product& product);
+}  // namespace avx_vnni_model
+
+// Defined in AVX2's kernels.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(EECORE_VNNI)
+#define EECORE_HANDS_OVER
+#endif
+
+}  // namespace eecore::cpu
