@@ -37,6 +37,7 @@ BENCHMARKS = {
     "thoughts-served": "bench.serving.thoughts",
     "ops-table": "bench.ops.table",
     "attention": "bench.ops.attention",
+    "capabilities": "bench.ops.capabilities",
     "gpu": "bench.gpu.gpu",
     "gpu-decode": "bench.gpu.decode",
     "peers": "bench.harness.peers",

@@ -43,6 +43,7 @@ SMALLEST = {
     "soak-serve": "--minutes 0.1 --dry-run",
     "thoughts-served": "--servers eecore --dry-run",
     "attention": f"{SHORT} --queries 1 --prompts --bytes 1000000",
+    "capabilities": f"{SHORT} --rows 1",
     "gpu": f"--tiny --rounds 1 --dtype float32 {ON_CPU}",
     "gpu-decode": f"--model tiny --batch 1 --rounds 1 --tokens 4 {ON_CPU}",
 }
