@@ -151,6 +151,19 @@ def test_no_instruction_of_one_capability_leaks_into_another() -> None:
                 assert f"eecore::cpu::{capability}::" in symbol, f"{path.name}: {line}"
 
 
+def test_kernels_for_cpus_without_avx512_have_none_of_its_encodings() -> None:
+    """An instruction of AVX-512 begins with the byte 0x62, that of AVX-VNNI does not."""
+    folders = sorted((ROOT / "build").glob("cmake-*/CMakeFiles/eecore_cpu_avx_vnni.dir/csrc/cpu"))
+    objdump = shutil.which("objdump")
+    if objdump is None or not folders:
+        pytest.skip("no objdump, or nothing built in this checkout")
+    for path in (folders[0] / f"multiply_{weight}.cpp.o" for weight in ("int8", "panel")):
+        command = [objdump, "-d", "--insn-width=15", str(path)]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "vpdp" in code
+        assert not re.search(r"^ *[0-9a-f]+:\t62 ", code, re.MULTILINE), path
+
+
 # Python
 
 
