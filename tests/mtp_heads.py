@@ -109,15 +109,31 @@ def _qwen_layer(directory: Path) -> _QwenLayer:
     return _QwenLayer(config)
 
 
-def write_qwen3_5(directory: Path, family: str = "qwen3_5", seed: int = 0) -> Path:
-    """Write a model of one of the shapes of a family into a directory, and return it."""
-    write_family(directory, family, seed)
+def write_qwen3_5(
+    directory: Path, family: str = "qwen3_5", *, factor: float = 1.0, follows: bool = False
+) -> Path:
+    """Write a model of one of the shapes of a family into a directory, and return it.
+
+    Args:
+        factor: multiplies what each layer adds to the residual stream.
+        follows: whether the layer drafts about what the model gives a token without its layers.
+    """
+    write_family(directory, family)
     layer = _qwen_layer(directory)
-    fill(layer, seed + 1)
+    fill(layer, seed=1)
     file, weights = directory / "config.json", directory / "model.safetensors"
-    tensors = {f"mtp.{name}": tensor.detach() for name, tensor in layer.state_dict().items()}
+    own = {f"mtp.{name}": tensor.detach() for name, tensor in layer.state_dict().items()}
+    tensors = load_file(weights) | own
+    if follows:
+        size = tensors["model.norm.weight"].numel()
+        tensors["mtp.fc.weight"] = torch.eye(size, 2 * size)
+        tensors["mtp.pre_fc_norm_embedding.weight"] = torch.zeros(size)
+        tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            tensor *= factor
     file.write_text(json.dumps({**json.loads(file.read_text()), "mtp_num_hidden_layers": 1}))
-    save_file(load_file(weights) | tensors, weights)
+    save_file(tensors, weights, {"format": "pt"})
     return directory
 
 

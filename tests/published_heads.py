@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,13 @@ BLOCKS = {"dflash": "z-lab", "dspark": "DeepSpec"}
 """Layouts of heads that draft a block."""
 ATTENDED = ((0, 1), (2, 0), (2, 1))
 """Layers and key heads that the head ``attending`` attends to, two of one layer among them."""
-INSIDE = {"mtp": write_mimo, "qwen3_5": write_qwen3_5}
+INSIDE: dict[str, Callable[..., Path]] = {
+    "mtp": write_mimo,
+    "qwen3_5": partial(write_qwen3_5, family="qwen3_5_grouped", factor=0.01),
+}
 """Models with a head inside."""
 KINDS = ("recurrent", "attending", "eagle3", *BLOCKS, *INSIDE)
-FOLLOWING = ("recurrent", "eagle3", "dspark")
+FOLLOWING = ("recurrent", "eagle3", "dspark", "qwen3_5")
 """Kinds of which :func:`write_head` makes one that is mostly right."""
 
 
@@ -109,7 +113,7 @@ class Models:
         if directory.exists():
             return directory
         if kind in INSIDE:
-            return INSIDE[kind](directory)
+            return INSIDE[kind](directory, **{"follows": True} if follows else {})
         return write_head(directory, kind, self.target, follows=bool(follows))
 
     def __getitem__(self, name: str) -> eecore.Model:
@@ -121,7 +125,7 @@ class Models:
     def load(self, name: str, **settings: Any) -> eecore.Model:
         """The same with other settings."""
         head = self.head(name)
-        return load(head if name in INSIDE else self.target, draft_head=head, **settings)
+        return load(head if name.split()[0] in INSIDE else self.target, draft_head=head, **settings)
 
 
 NAMES = (*KINDS, *(f"{kind} following" for kind in FOLLOWING))
