@@ -13,6 +13,7 @@ from bench.decode.random_files import (
     LFM2_350M,
     LLAMA_1B,
     LLAMA_8B,
+    QWEN35_08B,
     WIDE,
     make_random_gguf,
     tensor_shapes,
@@ -28,10 +29,18 @@ SMALL = {
 }
 LLAMA = {**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 2}
 LFM2 = {**SMALL, "num_hidden_layers": 4, "num_key_value_heads": [0, 2, 0, 2]}
+QWEN35 = {
+    **SMALL,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "delta_heads": 4,
+    "delta_dim": 64,
+}
 SHAPES = {
     "tied": {**LLAMA_1B, **LLAMA},
     "own head": {**LLAMA_8B, **LLAMA},
     "lfm2": {**LFM2_350M, **LFM2},
+    "qwen35": {**QWEN35_08B, **QWEN35},
 }
 
 
