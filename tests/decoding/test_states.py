@@ -14,7 +14,11 @@ from torch.nn import functional
 import eecore
 from devices import cpu_only, engine_of
 from eecore import EngineConfig, FixedExit, Full, Output, RequestError, SamplingParams, ThoughtStop
+from eecore.calibration.exit_scores import Scored, forced_states
+from eecore.calibration.skip_search import search_skipped_sublayers
 from eecore.decoding.prefill import Prefill
+from eecore.errors import ModelError
+from eecore.integrations.layer_drafts import LayerDrafter
 from eecore.models import KVCache
 from eecore.scheduling.states import StatePool
 from eecore.thought_stop import normalised
@@ -275,3 +279,22 @@ def test_a_probe_that_is_too_long_is_refused(thinker: eecore.Model) -> None:
     stop = ThoughtStop(0.9, max_answer=80)
     with pytest.raises(RequestError, match=r"think: expected probes of at most \d+ tokens .* got"):
         eecore.generate(thinker, prompt, think=stop, max_tokens=20)
+
+
+# What runs without an engine
+
+
+def test_texts_that_are_run_whole_have_no_state(model: eecore.Model) -> None:
+    """Calibration and the search of sublayers run whole texts, layer by layer."""
+    prompt = random_prompts(20, seed=10)[0]
+    network, last = model.network, model.network.config.num_layers
+    states = dict(forced_states(network, Scored(prompt), [1, 2, last]))
+    (output,) = eecore.generate(model, prompt, exit=Full(), max_tokens=1)
+    assert int(network.logits(states[last][-1:]).argmax()) == output.token_ids[0]
+    found = search_skipped_sublayers(model, [prompt, prompt[:9]], max_skipped=2)
+    assert 0 <= found.agreement <= 1
+
+
+def test_drafts_of_other_engines_need_keys(model: eecore.Model) -> None:
+    with pytest.raises(ModelError, match=r"model: expected layers whose keys .* got the gated del"):
+        LayerDrafter(model.network, 2, max_length=64, max_texts=1, kv_cache_tokens=64)

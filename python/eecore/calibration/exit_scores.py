@@ -146,4 +146,5 @@ def whole_sequences(lengths: Sequence[int], page_size: int, device: torch.device
         page_table=table.to(device),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+        states=torch.zeros(len(lengths), 2, dtype=torch.int32, device=device),
     )

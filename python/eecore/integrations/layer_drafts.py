@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eecore.errors import ModelError
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 
 PAGE_SIZE = 16
@@ -68,6 +69,10 @@ class LayerDrafter:
         kv_cache_tokens: tokens of the KV cache; texts beyond it get no drafts.
         threshold: a text's drafts of a round end after a token whose top-2 probability gap is below
             it; None: never for that reason.
+
+    Raises:
+        ModelError: the model has gated delta rules, whose states do not go back to where texts
+            part.
     """
 
     def __init__(
@@ -80,6 +85,11 @@ class LayerDrafter:
         kv_cache_tokens: int,
         threshold: float | None = None,
     ) -> None:
+        if model.config.delta is not None:
+            raise ModelError(
+                "model: expected layers whose keys can be left out again, got the gated delta "
+                f"rules of {model.config.architecture}"
+            )
         self._model, self._exit_layer, self._threshold = model, exit_layer, threshold
         self._max_length = min(max_length, model.config.max_position)
         self._max_known = 2 * max_texts
