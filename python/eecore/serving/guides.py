@@ -161,14 +161,13 @@ def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any] | None]) 
         parameters: the schema of each function's arguments; None for any arguments.
     """
     form = calls.format
+    make = {"tags": _tags, "python": _in_python}.get(form.language)
     kinds, rules, names = [], [], []
     for number, (function, schema) in enumerate(zip(calls.functions, parameters, strict=True)):
-        own = None
-        if form.has_tags or form.is_python:
-            make = _tags if form.has_tags else _in_python
-            own = make(f"call_{number}", function["name"], schema)
+        rule = f"call_{number}"
+        own = None if make is None else make(rule, function["name"], schema)
         if own is not None:
-            names.append(f"call_{number}")
+            names.append(rule)
             rules += own
             continue
         arguments = {"type": "object"} if schema is None else schema
@@ -182,7 +181,7 @@ def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any] | None]) 
         )
     if kinds:
         value: dict[str, Any] = {"anyOf": kinds}
-        if form.is_list and not form.is_python:
+        if form.is_list and form.language == "json":
             value = {"type": "array", "items": value, "minItems": 1}
             if calls.max_calls is not None:
                 value["maxItems"] = calls.max_calls
@@ -191,7 +190,7 @@ def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any] | None]) 
     parts = [_marker(form, marker) for marker in (form.begins, form.ends) if marker]
     parts.insert(bool(form.begins), "call")
     call = " | ".join(names)
-    if form.is_python:
+    if form.language == "python":
         rules.append(f"one: {call}")
         call = '"[" one "]"' if calls.max_calls == 1 else '"[" one (", " one)* "]"'
     return "\n".join([" ".join(parts), f"call: {call}", *rules, ""])

@@ -12,7 +12,7 @@ import re
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -62,8 +62,7 @@ class ToolFormat:
             answer may lack its marker.
         arguments: the name of the field of the arguments.
         is_list: a block has a list of calls.
-        has_tags: a block has calls as tags, or as JSON all the same.
-        is_python: a block has calls in Python, or as JSON all the same.
+        language: of the calls in a block, which may be JSON in any format.
         id_length: length of the ids, where the family's templates insist on one.
         hints: texts that only the family's chat templates have.
         tokens: the markers that are tokens of the model, with their ids.
@@ -74,8 +73,7 @@ class ToolFormat:
     is_rest: bool = False
     arguments: str = "arguments"
     is_list: bool = False
-    has_tags: bool = False
-    is_python: bool = False
+    language: Literal["json", "tags", "python"] = "json"
     id_length: int | None = None
     hints: tuple[str, ...] = ()
     tokens: tuple[tuple[str, int], ...] = ()
@@ -98,7 +96,7 @@ class ToolFormat:
     @property
     def _line_end(self) -> str:
         """The text between a marker and a call."""
-        return "\n" if self.closes and not self.is_python else ""
+        return "\n" if self.closes and self.language != "python" else ""
 
     @property
     def markers(self) -> list[str]:
@@ -107,21 +105,20 @@ class ToolFormat:
     @property
     def openers(self) -> list[str]:
         """The texts that a block may begin with: models leave the marker before tags out."""
-        return [self.opens, *([xml_calls.OPENS] if self.has_tags else ())]
+        return [self.opens, *([xml_calls.OPENS] if self.language == "tags" else ())]
 
     def written(self, calls: Iterable[tuple[str, Any]]) -> str:
         """The text of calls with these names and arguments."""
-        if self.has_tags:
-            texts = [xml_calls.written(*call) for call in calls]
-        elif self.is_python:
-            texts = [python_calls.written(*call) for call in calls]
-        else:
-            made = [{"name": name, self.arguments: arguments} for name, arguments in calls]
-            texts = [json.dumps(each, ensure_ascii=False) for each in made]
+        others = {"tags": xml_calls.written, "python": python_calls.written}
+        write = others.get(self.language, self._in_json)
+        texts = [write(*call) for call in calls]
         if self.is_list:
             return f"{self.begins}[{', '.join(texts)}]{self.ends}"
         separator = "; " if self.is_rest else "\n"
         return separator.join(f"{self.begins}{text}{self.ends}" for text in texts)
+
+    def _in_json(self, name: str, arguments: Any) -> str:
+        return json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
 
     def new_id(self) -> str:
         """A new id for a call."""
@@ -132,14 +129,14 @@ class ToolFormat:
 FORMATS = {
     "mistral": ToolFormat("[TOOL_CALLS]", is_list=True, id_length=9, hints=("[TOOL_CALLS]",)),
     "qwen3_coder": ToolFormat(
-        "<tool_call>", "</tool_call>", has_tags=True, hints=(xml_calls.PARAMETER_OPENS,)
+        "<tool_call>", "</tool_call>", language="tags", hints=(xml_calls.PARAMETER_OPENS,)
     ),
     "hermes": ToolFormat("<tool_call>", "</tool_call>", hints=("<tool_call>",)),
     "lfm2": ToolFormat(
         "<|tool_call_start|>",
         "<|tool_call_end|>",
         is_list=True,
-        is_python=True,
+        language="python",
         hints=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
     ),
     "llama3": ToolFormat(
@@ -299,11 +296,11 @@ class _Block:
                 if begin == len(text):
                     _unless_last(last)
                     return None
-                if self._format.is_python:
+                if self._format.language == "python":
                     self._value = PythonCalls(begin)
                 elif text[begin] in "{[":
                     self._value = _Value(begin)
-                elif self._format.has_tags:
+                elif self._format.language == "tags":
                     self._value = XmlCall(begin, self._schemas)
                 else:
                     raise ValueError(text[begin])
@@ -317,7 +314,8 @@ class _Block:
                 self._at = end
             if not self._format.is_rest:
                 begin = _skip(SPACE, text, end)
-                if not (self._format.has_tags and text.startswith(xml_calls.OPENS, begin)):
+                has_tags = self._format.language == "tags"
+                if not (has_tags and text.startswith(xml_calls.OPENS, begin)):
                     return self._closed(text, last)
                 self._value = None
                 continue
