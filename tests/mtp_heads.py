@@ -150,16 +150,19 @@ def as_part(directory: Path) -> None:
     save_file(tensors, weights, {"format": "pt"})
 
 
-def write_gguf(directory: Path, family: str = "qwen3_5", **settings: Any) -> Path:
-    """Write the model of a directory as a GGUF file, with its layer as llama.cpp's converter names
-    it."""
+def write_gguf(directory: Path, family: str = "qwen3_5", *, alone: bool = False) -> Path:
+    """Write the model of a directory as a GGUF file, as llama.cpp's converter does.
+
+    Args:
+        alone: leave out the layers that do not draft.
+    """
     config = json.loads((directory / "config.json").read_text())
     layer = config["num_hidden_layers"]
     kinds = [kind == "linear_attention" for kind in config["layer_types"]]
-    settings = {"block_count": layer + 1, "nextn_predict_layers": 1, **settings}
+    settings: dict[str, Any] = {"block_count": layer + 1, "nextn_predict_layers": 1}
     settings["attention.recurrent_layers"] = [*kinds, False]
-    extra = {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
+    extra, tensors = {}, load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
         own = name.removeprefix("mtp.layers.0.")
         if own != name:
             named = f"model.layers.{layer}.{own}", tensor, "qwen35", config
@@ -167,7 +170,14 @@ def write_gguf(directory: Path, family: str = "qwen3_5", **settings: Any) -> Pat
         elif own.startswith("mtp."):
             values = tensor + 1 if tensor.ndim == 1 else tensor
             extra[f"blk.{layer}.nextn.{NEXTN[own]}.weight"] = values.numpy()
-    return write_family_gguf(directory / "m.gguf", directory, family, settings, extra=extra)
+    file = directory / "m.gguf"
+    if alone:
+        directory = directory / "alone"
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(config))
+        kept = {name: t for name, t in tensors.items() if not name.startswith("model.layers.")}
+        save_file(kept, directory / "model.safetensors")
+    return write_family_gguf(file, directory, family, settings, extra=extra)
 
 
 @torch.no_grad()

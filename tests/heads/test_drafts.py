@@ -29,6 +29,7 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.cli.info import info, model_facts
+from eecore.errors import ModelError
 from eecore.models import bytes_per_token
 from eecore.planning.proposal import MAX_AHEAD
 from published_heads import PROMPTS, Oracle, check_drafts, write_head, write_target
@@ -307,6 +308,16 @@ def test_usual_taps_are_those_of_the_package(tmp_path: Path) -> None:
     own = {"dflash_config": {"mask_token_id": MASK}, "num_target_layers": 12}
     head = write_block_head(tmp_path / "head", "z-lab", **own)
     assert with_head(model, head).network.draft_head.taps == (2, 10)
+
+
+def test_a_gguf_file_of_the_layer_alone_drafts(tmp_path: Path) -> None:
+    path = mtp_heads.write_qwen3_5(tmp_path)
+    model = with_head(path, mtp_heads.write_gguf(path, alone=True))
+    oracle = mtp_oracle(mtp_heads.reference_qwen3_5)(model)
+    assert drafted(model, oracle, PROMPTS[:2]) > 8
+    assert model_facts(path, model.network.draft_head.path)["draft_head"]["kind"] == "MTP"
+    with pytest.raises(ModelError, match=r"expected tensors of num_layers=4 layers, got 2"):
+        load(model.network.draft_head.path)
 
 
 def test_the_layer_of_a_multimodal_checkpoint_drafts_the_same(tmp_path: Path) -> None:

@@ -64,13 +64,14 @@ class GGUFCheckpoint(StoredTensors):
     """The config of a GGUF file, and its tensors under their names in a checkpoint.
 
     Args:
-        drafts: whether to include tensors of the first layer that drafts further tokens.
+        drafts: whether to have the tensors of the first layer that drafts further tokens instead,
+            also where the file has no others.
 
     Attributes:
         file: the file.
         values: the file's metadata as a config.json.
         generation: the file's generation_config.json, without the end tokens.
-        config: the model's config, against which the tensors have been checked.
+        config: the model's config, against which the model's tensors have been checked.
 
     Raises:
         ModelError: the file is missing, not GGUF, truncated or of an unsupported kind.
@@ -81,12 +82,15 @@ class GGUFCheckpoint(StoredTensors):
     def __init__(self, path: Path, *, drafts: bool = False) -> None:
         self.file = GGUFFile(path)
         self.values = config_values(self.file)
-        drafting = [f"blk.{layer}." for layer in drafting_layers(self.file)]
-        self.stored_as = {
-            _checkpoint_name(self.file, name): name
-            for name in self.file.names
-            if name not in ROPE_TENSORS and not name.startswith(tuple(drafting))
-        }
+        drafting = tuple(f"blk.{layer}." for layer in drafting_layers(self.file))
+        if drafts:
+            self.values["mtp_num_hidden_layers"] = len(drafting)
+            names = [name for name in self.file.names if name.startswith(drafting[:1])]
+        else:
+            others = (*ROPE_TENSORS, *drafting)
+            names = [name for name in self.file.names if not name.startswith(others)]
+        stored_as = {_checkpoint_name(self.file, name): name for name in names}
+        self.stored_as = {_drafting_name(n) if drafts else n: s for n, s in stored_as.items()}
         self.names, self.place = list(self.stored_as), path
         where = shown_path(path)
         fields = ConfigFields(self.values, where, CheckpointError)
@@ -95,12 +99,8 @@ class GGUFCheckpoint(StoredTensors):
         self.generation = generation_values(self.file)
         own = own_sampling(ConfigFields(self.generation, where, CheckpointError))
         self.config = replace(config, sampling=own)
-        check_tensors(self, self.config)
-        if drafts and drafting:
-            self.values["mtp_num_hidden_layers"] = len(drafting)
-            found = [name for name in self.file.names if name.startswith(drafting[0])]
-            self.stored_as |= {_drafting_name(_checkpoint_name(self.file, n)): n for n in found}
-            self.names = list(self.stored_as)
+        if not drafts:
+            check_tensors(self, self.config)
 
     @property
     def paths(self) -> list[Path]:
