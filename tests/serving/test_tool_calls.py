@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -376,6 +377,36 @@ def test_answers_that_were_tampered_with(seed: int) -> None:
         assert whole[1] or whole[0] == answer
         at = random.randrange(len(answer) + 1)
         assert read(parser, [answer[:at], answer[at:]]) == read(parser, [*answer]) == whole
+
+
+def random_value(random: Random, depth: int = 0) -> Any:
+    """A value of JSON whose texts are full of what Python's syntax is made of."""
+
+    def text() -> str:
+        letters = "ab'\"\\,:)]}([{= \n\tä🎉x0"
+        return "".join(random.choice(letters) for _ in range(random.randrange(8)))
+
+    kind, count = random.randrange(7 if depth < 3 else 5), random.randrange(4)
+    if kind < 3:
+        return text()
+    if kind == 3:
+        return random.choice([True, False, None])
+    if kind == 4:
+        return random.choice([random.randrange(-99, 99), -1e30, 0.5])
+    values = [random_value(random, depth + 1) for _ in range(count)]
+    return values if kind == 5 else {text(): value for value in values}
+
+
+def test_calls_that_are_written_in_python_are_python_and_read_as_they_were() -> None:
+    random = Random(0)
+    for _ in range(500):
+        arguments = {f"a{i}": random_value(random) for i in range(random.randrange(4))}
+        said = FORMATS["lfm2"].written([("time", arguments)])
+        _, ((name, found),) = read("lfm2", [said])
+        assert (name, json.loads(found)) == ("time", arguments)
+        block = said.removeprefix("<|tool_call_start|>").removesuffix("<|tool_call_end|>")
+        (call,) = ast.parse(block, mode="eval").body.elts  # type: ignore[attr-defined]
+        assert {each.arg: ast.literal_eval(each.value) for each in call.keywords} == arguments
 
 
 @pytest.mark.parametrize("parser", FORMATS)
