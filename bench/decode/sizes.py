@@ -33,10 +33,10 @@ from bench.decode.random_files import (
     QWEN35_08B,
     make_random_gguf,
 )
-from bench.depth.decoding import Decoding
 from bench.harness import peers
 from bench.harness.ceilings import ceilings
 from bench.harness.command import parser, say
+from bench.harness.decoding import Decoding
 from bench.harness.machine import in_words, machine
 from bench.harness.processes import peak_bytes
 from bench.harness.results import Figures, Report

@@ -28,9 +28,9 @@ import torch
 import eecore
 from bench.decode import gguf
 from bench.decode.random_files import NANBEIGE, OURO, make_random_gguf
-from bench.depth.decoding import Decoding
 from bench.harness import peers
 from bench.harness.command import parser, say
+from bench.harness.decoding import Decoding
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
 from bench.harness.rows import Row, table_of

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import eecore
-from bench.depth.decoding import PAGE_SIZE, Decoding
 from bench.depth.models import Mode, Subject, cuts, depths
 from bench.depth.predictions import Costs, Curve, Line
+from bench.harness.decoding import PAGE_SIZE, Decoding
 from bench.harness.turns import batches_of
 from eecore import ops
 
