@@ -49,8 +49,8 @@ def share_the_gpu(num_workers: int) -> None:
     """
     whole = generation._default_kv_cache_tokens
 
-    def share(network: Network, per_token: int) -> int:
-        return max(256, min(16384, whole(network, per_token) // num_workers))
+    def share(network: Network, per_token: int, states: int) -> int:
+        return max(256, min(16384, whole(network, per_token, states) // num_workers))
 
     pytest.MonkeyPatch().setattr(generation, "_default_kv_cache_tokens", share)  # for good
     torch.cuda.set_per_process_memory_fraction(0.7 / num_workers)

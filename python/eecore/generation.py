@@ -23,6 +23,7 @@ from eecore.files.builtin import model_directory
 from eecore.models import (
     Network,
     Tokenizer,
+    bytes_of_state,
     bytes_per_token,
     cache_dtype,
     check_draft_head,
@@ -206,15 +207,19 @@ def engine_limits(network: Network, engine: EngineConfig | None, **given: Any) -
     dtype = cache_dtype(network, config.kv_cache_dtype)
     per_token = bytes_per_token(network, dtype)
     if engine is None and given.get("kv_cache_tokens") is None:
-        return replace(config, kv_cache_tokens=_default_kv_cache_tokens(network, per_token))
+        states = config.max_num_seqs * bytes_of_state(network)
+        return replace(config, kv_cache_tokens=_default_kv_cache_tokens(network, per_token, states))
     return config
 
 
-def _default_kv_cache_tokens(network: Network, per_token: int) -> int:
-    if network.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(network.device)
-        return max(1, int(0.8 * free) // per_token)
-    return max(256, min(65536, free_memory() // 4 // per_token))
+def _default_kv_cache_tokens(network: Network, per_token: int, states: int) -> int:
+    """A part of the free memory; ``states``: bytes of the states of all texts that run, beside
+    which those of beginnings take as much as the tokens, and no more than these."""
+    on_gpu = network.device.type == "cuda"
+    free = int(0.8 * torch.cuda.mem_get_info(network.device)[0]) if on_gpu else free_memory() // 4
+    rest = free - states
+    tokens = max(rest // 2, rest - states) // per_token
+    return max(1, tokens) if on_gpu else max(256, min(65536, tokens))
 
 
 def generate(

@@ -17,7 +17,7 @@ from eecore import EngineConfig, FixedExit, Full, Output, RequestError, Sampling
 from eecore.calibration.exit_scores import Scored, forced_states
 from eecore.calibration.skip_search import search_skipped_sublayers
 from eecore.decoding.prefill import Prefill
-from eecore.errors import ModelError
+from eecore.errors import ModelError, OutOfMemoryError
 from eecore.integrations.layer_drafts import LayerDrafter
 from eecore.models import KVCache
 from eecore.scheduling.states import StatePool
@@ -298,3 +298,22 @@ def test_texts_that_are_run_whole_have_no_state(model: eecore.Model) -> None:
 def test_drafts_of_other_engines_need_keys(model: eecore.Model) -> None:
     with pytest.raises(ModelError, match=r"model: expected layers whose keys .* got the gated del"):
         LayerDrafter(model.network, 2, max_length=64, max_texts=1, kv_cache_tokens=64)
+
+
+# Memory
+
+
+def test_the_bytes_of_a_state(model: eecore.Model) -> None:
+    network = model.network
+    kv = engine_of(model).iterations.kv
+    assert kv.deltas is not None
+    count = kv.deltas.applied.shape[1]
+    one = KVCache.bytes_per_state(network.config, network.dtype)
+    assert sum(each.nbytes for each in kv.deltas) == count * one
+    pages = CONFIG.kv_cache_tokens * KVCache.bytes_per_token(network.config, network.dtype)
+    assert count == CONFIG.max_num_seqs + max(1, pages // one)
+
+
+def test_states_that_do_not_fit_are_named(model: eecore.Model) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"max_num_seqs: expected .* states of texts, \d+"):
+        engine_of(model, EngineConfig(1024, max_num_seqs=2**31 - 1))

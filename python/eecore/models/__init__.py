@@ -7,6 +7,7 @@ from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import (
     Network,
     allocate_cache,
+    bytes_of_state,
     bytes_per_token,
     cache_dtype,
     network_digest,
@@ -47,6 +48,7 @@ __all__ = [
     "Tokenizer",
     "adopt",
     "allocate_cache",
+    "bytes_of_state",
     "bytes_per_token",
     "cache_dtype",
     "check_draft_head",

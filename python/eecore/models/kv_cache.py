@@ -146,9 +146,15 @@ class KVCache:
         except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
             tokens = num_pages * page_size
             num_bytes = tokens * cls.bytes_per_token(config, dtype)
+            got, names = f"{tokens} tokens, {num_bytes} bytes", "kv_cache_tokens"
+            if config.delta is not None and deltas is not None:
+                count, of_model = deltas
+                state_bytes = count * cls.bytes_per_state(config, of_model)
+                got += f", and {count} states of texts, {state_bytes} bytes"
+                names += ", max_num_seqs"
             raise OutOfMemoryError(
-                f"kv_cache_tokens: expected a KV cache that fits into the memory of {device}, got "
-                f"{tokens} tokens, {num_bytes} bytes ({str(error).splitlines()[0]})"
+                f"{names}: expected a KV cache that fits into the memory of {device}, got {got} "
+                f"({str(error).splitlines()[0]})"
             ) from error
 
     @staticmethod

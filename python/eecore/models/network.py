@@ -52,13 +52,18 @@ def bytes_per_token(network: Network, dtype: torch.dtype) -> int:
     return num_bytes
 
 
+def bytes_of_state(network: Network) -> int:
+    """Bytes of a text's state; 0 for a model without states."""
+    return KVCache.bytes_per_state(network.config, network.dtype)
+
+
 def num_states(network: Network, limits: EngineConfig, dtype: torch.dtype) -> int:
     """How many texts can have states, for a cache of a dtype; 0 for a model without states.
 
     Beside those that run these are beginnings, as many as take the memory of the pages, and no more
     than texts that run.
     """
-    one = KVCache.bytes_per_state(network.config, network.dtype)
+    one = bytes_of_state(network)
     if not one:
         return 0
     fitting = limits.kv_cache_tokens * bytes_per_token(network, dtype) // one
