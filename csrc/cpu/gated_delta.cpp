@@ -148,7 +148,7 @@ class Delta {
     text.first = text.applied = text.certain = text.end - (end_row - first_row);
     if (text.entry < 0) {
       if (p_.out == nullptr) return;
-      for (int64_t h = 0; h < group_; ++h) compute(text, key_head, key_head * group_ + h);
+      for (int64_t i = 0; i < group_; ++i) compute(text, key_head, value_head(key_head, i));
       return;
     }
     int32_t& applied = p_.applied[text.entry * p_.num_key_heads + key_head];
@@ -158,9 +158,10 @@ class Delta {
     // Without an output S may wait as long as the rows after it are kept.
     const bool waits = p_.out == nullptr && text.certain - text.applied <= p_.num_kept / 4;
     if (waits) text.certain = text.applied;
-    for (int64_t h = key_head * group_; h < (key_head + 1) * group_; ++h) {
-      if (text.first <= 0) set_zero(state_of(text.entry, h));
-      compute(text, key_head, h);
+    for (int64_t i = 0; i < group_; ++i) {
+      const int64_t head = value_head(key_head, i);
+      if (text.first <= 0) set_zero(state_of(text.entry, head));
+      compute(text, key_head, head);
     }
     applied = static_cast<int32_t>(text.certain);
     keep(text, key_head);
@@ -169,6 +170,10 @@ class Delta {
  private:
   static int64_t within(int64_t value, int64_t least, int64_t most) {
     return min_of(max_of(value, least), most);
+  }
+  // Value head i of those of a key head.
+  int64_t value_head(int64_t key_head, int64_t i) const {
+    return p_.has_tiled_heads ? i * p_.num_key_heads + key_head : key_head * group_ + i;
   }
   void set_zero(float* head) const {
     __builtin_memset(head, 0, static_cast<uint64_t>(padded_ * p_.key_dim) * sizeof(float));
@@ -308,7 +313,6 @@ class Delta {
 
   // Keeps what this head's features and gates of the call's rows are computed from.
   void keep(const Text& text, int64_t key_head) const {
-    const int64_t values = group_ * p_.value_dim, first_head = key_head * group_;
     const auto copy = [](T* to, const T* from, int64_t at, int64_t count) {
       copy_bytes(to + at, from + at, count * static_cast<int64_t>(sizeof(T)));
     };
@@ -317,9 +321,12 @@ class Delta {
       const T* const given = given_row(text, t);
       copy(kept, given, key_head * p_.key_dim, p_.key_dim);
       copy(kept, given, key_size_ + key_head * p_.key_dim, p_.key_dim);
-      copy(kept, given, 2 * key_size_ + key_head * values, values);
-      copy(kept + conv_size_, given_gates(text, t), first_head, group_);
-      copy(kept + conv_size_, given_gates(text, t), p_.num_value_heads + first_head, group_);
+      for (int64_t i = 0; i < group_; ++i) {
+        const int64_t head = value_head(key_head, i);
+        copy(kept, given, 2 * key_size_ + head * p_.value_dim, p_.value_dim);
+        copy(kept + conv_size_, given_gates(text, t), head, 1);
+        copy(kept + conv_size_, given_gates(text, t), p_.num_value_heads + head, 1);
+      }
     }
   }
 

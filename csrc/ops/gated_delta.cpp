@@ -9,7 +9,7 @@ void gated_delta(const Tensor& qkvz, const Tensor& ba, Tensor state, Tensor rows
                  const Tensor& states, const Tensor& taps, const Tensor& log_rate,
                  const Tensor& dt_bias, const Tensor& norm, const Tensor& seq_lens,
                  const Tensor& query_start_loc, const std::optional<Tensor>& exit_layer,
-                 int64_t layer, double eps, std::optional<Tensor> out) {
+                 int64_t layer, bool has_tiled_heads, double eps, std::optional<Tensor> out) {
   Checker check("gated_delta");
   check.written(state, "state", Accept::kFloat32,
                 {"num_states", "num_value_heads", "num_tiles", "key_dim", kDeltaTile});
@@ -76,6 +76,7 @@ void gated_delta(const Tensor& qkvz, const Tensor& ba, Tensor state, Tensor rows
   params.states_stride = states.stride(0);
   params.out_stride = out ? out->stride(0) : 0;
   params.layer = layer;
+  params.has_tiled_heads = has_tiled_heads;
   params.eps = static_cast<float>(eps);
   params.dtype = check.dtype();
 #ifndef EECORE_BACKEND_CUDA
@@ -87,7 +88,8 @@ void gated_delta(const Tensor& qkvz, const Tensor& ba, Tensor state, Tensor rows
 EECORE_OP(gated_delta,
           "Tensor qkvz, Tensor ba, Tensor(a!) state, Tensor(b!) rows, Tensor(c!) applied, "
           "Tensor states, Tensor taps, Tensor log_rate, Tensor dt_bias, Tensor norm, "
-          "Tensor seq_lens, Tensor query_start_loc, Tensor? exit_layer, int layer, float eps, "
+          "Tensor seq_lens, Tensor query_start_loc, Tensor? exit_layer, int layer, "
+          "bool has_tiled_heads, float eps, "
           "Tensor(d!)? out")
 
 }  // namespace

@@ -210,7 +210,10 @@ __device__ __forceinline__ void keep_delta_rows(const GatedDeltaParams& params,
   const int num_key_heads = static_cast<int>(params.num_key_heads);
   const int num_value_heads = static_cast<int>(params.num_value_heads);
   const int group = num_value_heads / num_key_heads, key_dim = static_cast<int>(params.key_dim);
-  const int values = group * static_cast<int>(params.value_dim);
+  const int value_dim = static_cast<int>(params.value_dim), values = group * value_dim;
+  const auto value_head = [&](int i) {
+    return params.has_tiled_heads ? i * num_key_heads + key_head : key_head * group + i;
+  };
   const int first = max(max(text.first, text.end - static_cast<int>(params.num_kept)), 0);
   for (int f = threadIdx.x; f < 2 * key_dim + values + 2 * group; f += num_threads) {
     const bool is_gate = f >= 2 * key_dim + values;
@@ -219,10 +222,11 @@ __device__ __forceinline__ void keep_delta_rows(const GatedDeltaParams& params,
       const int second = f >= key_dim;
       feature = (second * num_key_heads + key_head - second) * key_dim + f;
     } else if (!is_gate) {
-      feature = 2 * num_key_heads * key_dim + key_head * values + f - 2 * key_dim;
+      const int i = (f - 2 * key_dim) / value_dim;
+      feature = 2 * num_key_heads * key_dim + (value_head(i) - i) * value_dim + f - 2 * key_dim;
     } else {
       const int gate = f - 2 * key_dim - values, second = gate >= group;
-      feature = (second * num_key_heads + key_head - second) * group + gate;
+      feature = second * num_value_heads + value_head(gate - second * group);
     }
     const int64_t stride = is_gate ? params.ba_stride : params.qkvz_stride;
     const T* from = (is_gate ? text.ba : text.qkvz) + feature;
@@ -320,7 +324,9 @@ __global__ void __launch_bounds__(DeltaSizes<kKeys, kValues>::kThreads,
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int group = static_cast<int>(params.num_value_heads / params.num_key_heads);
-  const int value_head = blockIdx.y, key_head = value_head / group;
+  const int value_head = blockIdx.y;
+  const int key_head = params.has_tiled_heads ? value_head % static_cast<int>(params.num_key_heads)
+                                              : value_head / group;
   const auto text = delta_text<T>(params, blockIdx.x, key_head);
   if (text.first == text.end) return;
 

@@ -489,6 +489,8 @@ struct GatedDeltaParams {
   int64_t num_tokens, num_seqs, num_key_heads, num_value_heads, key_dim, value_dim, num_taps;
   int64_t num_kept, qkvz_stride, ba_stride, states_stride, out_stride;
   int64_t layer;
+  bool has_tiled_heads;  // value head v belongs to key head v % num_key_heads, else to key head
+                         // v / (num_value_heads / num_key_heads)
   float eps;
   DType dtype;
 };

@@ -155,6 +155,8 @@ class DeltaConfig:
     value_dim: Annotated[int, whole(1, MAX_DELTA_DIM)]
     taps: Annotated[int, whole(1, MAX_TAPS)]
     """Positions that the convolution over queries, keys and values sees, the row's own included."""
+    tiled_heads: Annotated[bool, FLAG] = False
+    """Whether value head v belongs to key head ``v % num_key_heads`` instead, as in GGUF files."""
 
     def __post_init__(self) -> None:
         check_fields(self, ModelError, "delta.")

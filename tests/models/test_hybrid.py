@@ -17,6 +17,7 @@ from torch.nn import functional
 import eecore
 from devices import cpu_only
 from eecore import ops
+from eecore.config import ModelConfig
 from eecore.errors import ModelError
 from eecore.integrations.transformers_model import from_transformers
 from eecore.lab.training.head_keys import choose_attended
@@ -367,10 +368,14 @@ def test_qwens_that_are_refused(
 def test_a_gguf_file_of_delta_rules(family: str, tmp_path: Path) -> None:
     oracle = write_family(tmp_path, family)
     file = write_family_gguf(tmp_path / "t.gguf", tmp_path, family)
-    check_deltas(weights_of(file), oracle)
     own = {"architecture": "Qwen3_5ForCausalLM", "bos_token_id": 1, "eos_token_ids": (2,)}
     expected = replace(read_config(tmp_path), sampling=())
-    assert replace(read_config(file), dtype="float32", **own) == expected
+    is_tiled = expected.delta.num_value_heads > expected.delta.num_key_heads
+    if not is_tiled:
+        check_deltas(weights_of(file), oracle)
+    delta = replace(expected.delta, tiled_heads=is_tiled)
+    found = replace(read_config(file), dtype="float32", **own)
+    assert found == replace(expected, delta=delta)
     converted = convert_gguf(file, tmp_path / "converted")
     check_deltas(weights_of(converted), oracle)
     assert read_config(converted).delta == expected.delta
@@ -384,8 +389,8 @@ def coded(tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> torch.Tensor
 
 
 def test_delta_rules_in_blocks_of_several_kinds(tmp_path: Path) -> None:
-    """Value heads are reordered in their blocks; gates are floats."""
-    oracle = make_oracle("qwen3_5", linear_num_value_heads=6)
+    """Blocks run as stored; gates are floats."""
+    oracle = make_oracle("qwen3_5")
     oracle.save_pretrained(tmp_path)
     kind = gguf.GGMLQuantizationType
     kinds = {
@@ -416,25 +421,28 @@ def test_delta_rules_in_blocks_of_several_kinds(tmp_path: Path) -> None:
         assert torch.equal(last[index], coded(mixer.out_proj.weight, kind.Q4_0))
 
 
-def test_heads_of_less_than_a_block_run_as_floats(tmp_path: Path) -> None:
-    """Where they are reordered; in a model without grouped heads they run as stored."""
+def test_heads_that_share_a_key_head_run_in_the_files_order(tmp_path: Path) -> None:
+    """Also where a head is less than a block; a conversion puts them back."""
+    sizes = {"linear_num_value_heads": 4, "linear_value_head_dim": 16}
+    oracle = make_oracle("qwen3_5", **sizes)
+    oracle.save_pretrained(tmp_path / "m")
     kinds = {"ssm_out": gguf.GGMLQuantizationType.Q8_0}
-    for num_heads, in_blocks in ((4, False), (2, True)):
-        directory = tmp_path / str(num_heads)
-        sizes = {"linear_num_value_heads": num_heads, "linear_value_head_dim": 16}
-        oracle = make_oracle("qwen3_5", **sizes)
-        oracle.save_pretrained(directory)
-        file = write_family_gguf(directory / "t.gguf", directory, "qwen3_5", kinds=kinds)
-        deltas = weights_of(file).deltas
-        assert deltas is not None
-        assert (deltas.last.table is not None) == in_blocks
-        with opened(file) as (stored, config):
-            memory = memory_of(stored, config, torch.float32)
-        form = memory["model.layers.0.linear_attn.out_proj.weight"][0]
-        assert form == ("Q8_0" if in_blocks else "F32")
-        if not in_blocks:
-            out = oracle.model.layers[0].linear_attn.out_proj.weight
-            torch.testing.assert_close(deltas.last.weight[0], out.detach(), rtol=0, atol=0.01)
+    file = write_family_gguf(tmp_path / "t.gguf", tmp_path / "m", "qwen3_5", kinds=kinds)
+    deltas = weights_of(file).deltas
+    assert deltas is not None
+    assert deltas.last.table is not None
+    with opened(file) as (stored, config):
+        assert isinstance(config, ModelConfig)
+        assert config.delta is not None
+        assert config.delta.tiled_heads
+        memory = memory_of(stored, config, torch.float32)
+    assert memory["model.layers.0.linear_attn.out_proj.weight"][0] == "Q8_0"
+    convert_gguf(file, tmp_path / "back")
+    for name, tensor in load_file(tmp_path / "back" / "model.safetensors").items():
+        if "out_proj" in name:
+            torch.testing.assert_close(tensor, oracle.state_dict()[name], rtol=0, atol=0.01)
+        else:
+            torch.testing.assert_close(tensor, oracle.state_dict()[name])
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])

@@ -30,6 +30,7 @@ class Sizes(NamedTuple):
     key_dim: int
     value_dim: int
     taps: int = 4
+    tiled: bool = False
 
     @property
     def conv_size(self) -> int:
@@ -40,7 +41,12 @@ class Sizes(NamedTuple):
         return self.value_heads * self.value_dim
 
 
-SIZES = (Sizes(2, 2, 16, 16), Sizes(2, 6, 10, 33, 3), Sizes(1, 2, 70, 5, 1))
+SIZES = (
+    Sizes(2, 2, 16, 16),
+    Sizes(2, 6, 10, 33, 3),
+    Sizes(1, 2, 70, 5, 1),
+    Sizes(3, 6, 12, 20, tiled=True),
+)
 WIDE = (Sizes(1, 1, 128, 128), Sizes(1, 2, 256, 100), Sizes(1, 1, 90, 256), Sizes(2, 2, 150, 200))
 
 
@@ -65,6 +71,7 @@ class Layer(NamedTuple):
             self.weights,
             self.numbers([end]),
             self.numbers([0, end - first]),
+            tiled_heads=self.sizes.tiled,
         )
 
     def fill(self, first: int, end: int, *, exit_layer: int = 3, layer: int = 4) -> None:
@@ -78,6 +85,7 @@ class Layer(NamedTuple):
             self.numbers([0, end - first]),
             self.numbers([exit_layer] * (end - first)),
             layer,
+            tiled_heads=self.sizes.tiled,
         )
 
     def numbers(self, values: list[Any]) -> Tensor:
@@ -134,11 +142,10 @@ def gated_delta(
     padded = torch.cat((x.new_zeros(sizes.taps - 1, sizes.conv_size), x))
     mixed = functional.silu(sum(tap * padded[i : i + len(x)] for i, tap in enumerate(taps)))
     key_size = sizes.key_heads * sizes.key_dim
+    of_value = torch.arange(heads)
+    key_heads = of_value % sizes.key_heads if sizes.tiled else of_value // group
     q, k, v = mixed.split([key_size, key_size, sizes.value_size], 1)
-    q, k = (
-        each.view(len(x), sizes.key_heads, sizes.key_dim).repeat_interleave(group, 1)
-        for each in (q, k)
-    )
+    q, k = (each.view(len(x), sizes.key_heads, sizes.key_dim)[:, key_heads] for each in (q, k))
     q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
     q = q / sizes.key_dim**0.5
     v, z = (each.view(len(x), heads, sizes.value_dim) for each in (v, z))
@@ -233,7 +240,7 @@ def test_uncertain_positions_leave_no_trace(sizes: Sizes, device: torch.device) 
     assert torch.equal(layer.kept.state[1], expected.kept.state[1])
 
 
-@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
+@pytest.mark.parametrize("sizes", SIZES[1::2], ids=str)
 def test_a_fill_is_applied_later(sizes: Sizes, device: torch.device) -> None:
     expected = layer_of(sizes, torch.float32, device)
     out = expected.run([40])
@@ -282,7 +289,9 @@ def test_texts_do_not_touch_each_other(device: torch.device) -> None:
 def fuzzed_call(m: Maker) -> Checked:
     dtype, group = m.dtype(), m.size(3, 1)
     key_heads = m.size(3, 1)
-    sizes = Sizes(key_heads, key_heads * group, m.size(40, 1), m.size(70, 1), m.size(8, 1))
+    sizes = Sizes(
+        key_heads, key_heads * group, m.size(40, 1), m.size(70, 1), m.size(8, 1), m.chance()
+    )
     num_states, num_kept, num_seqs = m.size(4, 1), 16 + m.size(20), m.size(4)
     weights = ops.DeltaWeights(
         m.placed((m.normal(sizes.taps, sizes.conv_size) * 0.5).to(dtype)),
@@ -333,6 +342,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "query_start_loc": m.placed(starts(counts)),
         "exit_layer": m.placed(m.whole(6, tokens).int()) if fills else None,
         "layer": m.size(5),
+        "has_tiled_heads": sizes.tiled,
         "eps": eps,
         "out": None if fills else m.states(tokens, sizes.value_size, dtype),
     }

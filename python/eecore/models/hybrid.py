@@ -44,6 +44,7 @@ class HybridModel(LlamaModel):
             each = [ops.DeltaWeights(*of_layer) for of_layer in own]
             gates = [Matrix(gate) for gate in deltas.gates.weight]
             self._deltas |= zip(config.delta.layers, zip(gates, each, strict=True), strict=True)
+        self._tiled_heads = config.delta is not None and config.delta.tiled_heads
         super().__init__(config, weights, source)
         attending = torch.tensor(config.attention_layers, dtype=torch.int32, device=self.device)
         self._attending, self._norms = attending, norms
@@ -137,6 +138,7 @@ class HybridModel(LlamaModel):
             self._deltas[index][1],
             batch.seq_lens,
             batch.query_start_loc,
+            tiled_heads=self._tiled_heads,
             eps=self._eps,
         )
         return self._onto(hidden, mixed, layer.o, layer.attention_post_norm)
@@ -183,6 +185,7 @@ class HybridModel(LlamaModel):
                 starts,
                 exit_layer,
                 index,
+                tiled_heads=self._tiled_heads,
             )
 
 

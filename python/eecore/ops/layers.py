@@ -307,6 +307,7 @@ def gated_delta(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     *,
+    tiled_heads: bool = False,
     eps: float = 1e-6,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -336,6 +337,8 @@ def gated_delta(
         seq_lens: int32 [num_seqs], positions, this call's included: row i of the n rows of a text
             is at ``seq_lens - n + i``. A text whose first row is at 0 begins anew.
         query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
+        tiled_heads: whether value head v belongs to key head ``v % num_key_heads``, as in GGUF
+            files; else those of a key head are side by side.
         eps: epsilon of the norm of the output.
         out: [num_tokens, num_value_heads * value_dim], any row stride.
 
@@ -345,7 +348,9 @@ def gated_delta(
     if out is None:
         size = weights.log_rate.shape[0] * weights.norm.shape[0]
         out = torch.empty(len(qkvz), size, dtype=qkvz.dtype, device=qkvz.device)
-    _gated_delta(qkvz, ba, *kept, states, *weights, seq_lens, query_start_loc, None, 0, eps, out)
+    _gated_delta(
+        qkvz, ba, *kept, states, *weights, seq_lens, query_start_loc, None, 0, tiled_heads, eps, out
+    )
     return out
 
 
@@ -359,6 +364,8 @@ def gated_delta_fill(
     query_start_loc: Tensor,
     exit_layer: Tensor,
     layer: int,
+    *,
+    tiled_heads: bool = False,
 ) -> None:
     """Keep the rows of a layer's :func:`gated_delta` for texts that skipped the layer.
 
@@ -368,9 +375,21 @@ def gated_delta_fill(
         qkvz: as there, from each row's exit state; z is not read.
         exit_layer: int32 [num_tokens]; a text whose first row is above ``layer`` is left alone.
         layer: the number of the layer.
+        tiled_heads: as there.
     """
     _gated_delta(
-        qkvz, ba, *kept, states, *weights, seq_lens, query_start_loc, exit_layer, layer, 0.0, None
+        qkvz,
+        ba,
+        *kept,
+        states,
+        *weights,
+        seq_lens,
+        query_start_loc,
+        exit_layer,
+        layer,
+        tiled_heads,
+        0.0,
+        None,
     )
 
 

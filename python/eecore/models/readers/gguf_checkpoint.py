@@ -98,7 +98,10 @@ class GGUFCheckpoint(StoredTensors):
         assert isinstance(config, ModelConfig)
         self.generation = generation_values(self.file)
         own = own_sampling(ConfigFields(self.generation, where, CheckpointError))
-        self.config = replace(config, sampling=own)
+        delta = config.delta
+        if delta is not None and delta.num_value_heads > delta.num_key_heads:
+            delta = replace(delta, tiled_heads=True)
+        self.config = replace(config, sampling=own, delta=delta)
         if not drafts:
             check_tensors(self, self.config)
 
@@ -120,13 +123,8 @@ class GGUFCheckpoint(StoredTensors):
         return self.file.kind(self.stored_as[name])
 
     def forms(self, name: str) -> tuple[str, ...]:
-        """A tensor's kind, if it is a block format in which it can be put into a checkpoint's
-        order."""
-        kind, delta = self.kind(name), self.config.delta
-        if delta is not None and name.endswith(DELTA_OUTPUT):
-            is_whole = delta.value_dim % self.file.block_size(self.stored_as[name]) == 0
-            if not (is_whole or delta.num_key_heads == delta.num_value_heads):
-                return ()
+        """A tensor's kind, if it is a block format."""
+        kind = self.kind(name)
         return (kind,) if kind in ops.BLOCK_FORMATS else ()
 
     def num_bytes(self, name: str) -> int:
@@ -134,7 +132,8 @@ class GGUFCheckpoint(StoredTensors):
         return self.file.num_bytes(self.stored_as[name])
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in float32 as in a checkpoint: rows in its order, norms without the offset."""
+        """A tensor in float32 as in a checkpoint: rows in its order but for tiled heads, norms
+        without the offset."""
         values = self._reordered(name, self.file.read(self.stored_as[name]))
         if name.endswith(TAPS):
             return values[:, None]
@@ -156,8 +155,6 @@ class GGUFCheckpoint(StoredTensors):
         Some architectures store them as neighbouring pairs (2i, 2i+1).
         """
         part = name.split(".")[-2]
-        if part == "linear_attn" or ".linear_attn." in name:
-            return self._grouped(name, rows)
         interleaved = GGUF_FAMILIES[self.file.architecture].is_interleaved
         if not interleaved or part not in self._num_heads:
             return rows
@@ -165,15 +162,14 @@ class GGUFCheckpoint(StoredTensors):
         pairs = rows.numpy().reshape(self._num_heads[part], -1, 2, *rows.shape[1:])
         return torch.from_numpy(pairs.swapaxes(1, 2).reshape(rows.shape))
 
-    def _grouped(self, name: str, rows: Tensor) -> Tensor:
-        """The value heads of each key head side by side; a file has the first of each key head,
-        then the second of each, and so on."""
-        delta = self.config.delta
-        assert delta is not None
-        if delta.num_key_heads == delta.num_value_heads or name.endswith(".norm.weight"):
-            return rows
+    def whole_tensor(self, name: str) -> Tensor:
+        """A tensor in float32 as in a checkpoint, the value heads of each key head side by side."""
+        tensor, delta = self.tensor(name), self.config.delta
+        is_of_heads = ".linear_attn." in name and not name.endswith(".norm.weight")
+        if delta is None or not (delta.tiled_heads and is_of_heads):
+            return tensor
         heads = (delta.num_value_heads // delta.num_key_heads, delta.num_key_heads)
-        values = rows.numpy()
+        values = tensor.numpy()
         if name.endswith(DELTA_OUTPUT):
             columns = values.reshape(len(values), *heads, -1)
             return torch.from_numpy(columns.swapaxes(1, 2).reshape(values.shape))

@@ -81,7 +81,7 @@ def _write_tensors(stored: GGUFCheckpoint, directory: Path, dtype: torch.dtype) 
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         path = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: stored.tensor(name).to(dtype).contiguous() for name in names}
+        tensors = {name: stored.whole_tensor(name).to(dtype).contiguous() for name in names}
         save_file(tensors, directory / path, {"format": "pt"})
         weight_map |= dict.fromkeys(names, path)
     if len(shards) > 1:
