@@ -162,7 +162,7 @@ inline Vec load_half(const uint8_t* p) {
 #if defined(EECORE_VNNI)
 
 // EECORE_VNNI is the encoding of the instruction: that of AVX-VNNI, or in the model of it that of
-// AVX-512.
+// AVX-512. Sums are passed by value: the compiler would keep members of PanelDot in memory.
 inline Ints add_products(Ints sums, Bytes w, Bytes columns) {
   asm("%{" EECORE_VNNI "%} vpdpbusd %2, %1, %0" : "+x"(sums.v) : "x"(w.v), "x"(columns.v));
   return sums;
