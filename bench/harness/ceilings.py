@@ -57,7 +57,7 @@ def multiply_ceiling(dtype: torch.dtype) -> float:
     """Operations per second of multiply-adds of float32, bfloat16 or int8, with the matrix tiles,
     pairs or dot products of the capability in use."""
     numbers = str(dtype).removeprefix("torch.")
-    return float(max(_C.multiply_rate(numbers, 1_000_000) for _ in range(4)))
+    return float(max(_C.multiply_rate(numbers, 200_000) for _ in range(20)))
 
 
 def ceilings() -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""skinny_linear of real layers: 128 MB in turn, 8 MB that stay in cache; many rows; blocks."""
+"""skinny_linear of real layers: 128 MB of layers in turn, 8 MB that stay in cache; many rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from bench.harness.ceilings import report
 from eecore import ops
 from eecore.models.int8 import quantise_rows
 from tests.cases import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, ModelSizes
-from tests.packed_blocks import random_blocks
 
 NUM_SLOTS = 1024
 
@@ -91,22 +90,6 @@ def bench_skinny_linear_of_many_rows(
         moved_bytes=weight.nbytes + x.nbytes + num_tokens * out_features * x.element_size(),
         flops=2 * num_tokens * in_features * out_features,
         dtype=dtype,
-    )
-
-
-@pytest.mark.parametrize("num_tokens", [8, 32, 512])
-@pytest.mark.parametrize("format", ["Q4_0", "Q4_K", "Q6_K", "Q8_0"])
-def bench_skinny_linear_of_blocks(benchmark, format: str, num_tokens: int) -> None:
-    """Products of a file's blocks with states that are quantised to int8."""
-    size = LLAMA_1B.hidden_size
-    weight, _, _, table = ops.pack_weight(random_blocks(format, size, size, size**-0.5), format)
-    x = torch.randn(num_tokens, size)
-    benchmark(lambda: ops.skinny_linear(x, weight, weight_table=table))
-    report(
-        benchmark,
-        moved_bytes=weight.nbytes + 2 * x.nbytes,
-        flops=2 * num_tokens * size * size,
-        dtype=torch.int8,
     )
 
 

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bench.harness.ceilings import multiply_ceiling
 from bench.harness.command import parser, say
 from bench.harness.machine import machine
 from bench.harness.results import Figures, Report
@@ -54,12 +55,25 @@ def on(capability: str, run: Callable[[], object], times: int) -> TimedCall:
     return TimedCall(time.process_time() - began, None)
 
 
+def compared() -> list[str]:
+    """The capabilities that are compared."""
+    return [name for name in cpu_capabilities() if name not in ("portable", "amx_model")]
+
+
+def peaks() -> Row:
+    """What each capability reaches with products of bytes alone."""
+    row: Row = {"weight": "products of bytes alone", "rows": ""}
+    for name in compared():
+        _C.set_cpu_capability(name)
+        row[name] = multiply_ceiling(torch.int8) / 1e9
+    return row
+
+
 def measured(form: str, num_rows: int, rounds: int) -> Row:
     """Multiplications and additions a second, in thousand millions, by capability."""
     run = product(form, torch.randn(num_rows, SIZE))
     times = max(1, MIN_ROWS // num_rows)
-    names = [name for name in cpu_capabilities() if name not in ("portable", "amx_model")]
-    runs = {name: partial(on, name, run, times) for name in names}
+    runs = {name: partial(on, name, run, times) for name in compared()}
     turns = take_turns(runs, rounds)
     work = 2e-9 * SIZE * SIZE * num_rows * times
     return {
@@ -95,5 +109,6 @@ def main(words: Sequence[str]) -> None:
         for num_rows in arguments.rows:
             rows.append(measured(form, num_rows, arguments.rounds))
             say(rows[-1])
+    rows.append(peaks())
     result = {**facts, "rounds": arguments.rounds, "rows": rows}
     REPORTS[0].finish(result, arguments)

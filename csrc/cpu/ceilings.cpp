@@ -1,8 +1,7 @@
 // The peak rates of the machine, measured by the simplest loops: read memory, multiply and add.
 // Benchmarks report their share of these, measured in the same run.
-#include "panel_lanes.h"
-#include "run.h"
 #include "tile_unit.h"
+#include "vnni_products.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
@@ -32,11 +31,13 @@ void run_read_ceiling(const ReadCeilingParams& params, const Parallel& parallel)
   });
 }
 
+// Defined in byte_ceiling.cpp.
+double multiply_bytes(int64_t steps, float* sink);
+
 namespace {
 
-// Operations count twice: products and sums. Loops keep their results alive through `sink`.
-
-// Returns the operations of a step.
+// Returns the operations of a step, of which products and sums each are one. Here and in
+// byte_ceiling.cpp results are kept alive through `sink`.
 double multiply_vectors(int64_t steps, [[maybe_unused]] Product product, float* sink) {
   // Twelve independent chains cover the latency of two multiply-add ports.
   constexpr int kChains = 12;
@@ -66,37 +67,6 @@ double multiply_vectors(int64_t steps, [[maybe_unused]] Product product, float* 
   for (const Vec& c : chains) total = total + c;
   if (sum(total) == 1.2345e30f) *sink = 1.0f;
   return operations;
-}
-
-// The products that packed weights of 4 bits have, of as many rows as have their sums in registers.
-using Dot = PanelDot<8, 4>;
-constexpr int kDotRows = Dot::kTakesTurns ? 12 : 3;
-
-template <int kGroup = 0>
-[[gnu::always_inline]] inline void add_groups(const uint8_t* weights, const Bytes* x, Dot* dots) {
-  const Bytes w = load_bytes(weights + kGroup * kLaneBytes);
-#pragma GCC unroll 12
-  for (int row = 0; row < kDotRows; ++row) dots[row].template add<kGroup>(w, x[row]);
-  if constexpr (kGroup + 1 < Dot::kGroups) add_groups<kGroup + 1>(weights, x, dots);
-}
-
-double multiply_bytes(int64_t steps, float* sink) {
-  // Steps take turns with two lots of weights, or the compiler would multiply only once.
-  constexpr int64_t kLot = Dot::kGroups * kLaneBytes;
-  uint8_t weights[2 * kLot];
-  for (int i = 0; i < 2 * kLot; ++i) weights[i] = static_cast<uint8_t>((i + steps) % 16);
-  Bytes x[kDotRows];
-  Dot dots[kDotRows];
-  for (int row = 0; row < kDotRows; ++row) {
-    const int8_t columns[4] = {1, static_cast<int8_t>(row), -2, 3};
-    x[row] = broadcast_bytes(columns);
-    dots[row].begin(0);
-  }
-  for (int64_t i = 0; i < steps; ++i) add_groups(weights + i % 2 * kLot, x, dots);
-  for (const Dot& dot : dots) {
-    if (sum(to_vec(dot.total(0))) == 1.2345e30f) *sink = 1.0f;
-  }
-  return 2.0 * kLaneBytes * kDotRows * Dot::kGroups;
 }
 
 #if defined(__AVX512BF16__)

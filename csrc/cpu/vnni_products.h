@@ -50,10 +50,12 @@ struct PanelProduct {
 namespace avx_vnni {
 void multiply_panel(BlockFormat format, const PanelProduct& product);
 void multiply_int8(const Int8Product& product);
+double multiply_bytes(int64_t steps, float* sink);
 }  // namespace avx_vnni
 namespace avx_vnni_model {
 void multiply_panel(BlockFormat format, const PanelProduct& product);
 void multiply_int8(const Int8Product& product);
+double multiply_bytes(int64_t steps, float* sink);
 }  // namespace avx_vnni_model
 
 // Defined in AVX2's kernels.
