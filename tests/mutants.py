@@ -375,6 +375,13 @@ CUDA_KERNELS = (
         "tests/ops/test_gated_delta.py -k emulated",
     ),
     Mutant(
+        "delta-masked-row-begins-a-text",
+        "include/eecore/gated_delta.cuh",
+        "params.slot_mapping[text.row] < 0) text.entry = -1;",
+        "params.slot_mapping[text.row] < -1) text.entry = -1;",
+        "tests/ops/test_gated_delta.py -k emulated",
+    ),
+    Mutant(
         "sigmoid-gates-side-by-side",
         "include/eecore/sigmoid_gate.cuh",
         "head * params.gate_head_stride;",

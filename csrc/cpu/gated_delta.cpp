@@ -142,7 +142,8 @@ class Delta {
     if (first_row == end_row) return;
     if (p_.exit_layer != nullptr && p_.exit_layer[first_row] > p_.layer) return;
     Text text{};
-    text.entry = p_.states[seq * p_.states_stride] - 1;
+    const bool has_slot = p_.slot_mapping == nullptr || p_.slot_mapping[first_row] >= 0;
+    text.entry = has_slot ? p_.states[seq * p_.states_stride] - 1 : -1;
     text.first_row = first_row;
     text.end = p_.seq_lens[seq];
     text.first = text.applied = text.certain = text.end - (end_row - first_row);

@@ -8,8 +8,9 @@ namespace {
 void gated_delta(const Tensor& qkvz, const Tensor& ba, Tensor state, Tensor rows, Tensor applied,
                  const Tensor& states, const Tensor& taps, const Tensor& log_rate,
                  const Tensor& dt_bias, const Tensor& norm, const Tensor& seq_lens,
-                 const Tensor& query_start_loc, const std::optional<Tensor>& exit_layer,
-                 int64_t layer, bool has_tiled_heads, double eps, std::optional<Tensor> out) {
+                 const Tensor& query_start_loc, const std::optional<Tensor>& slot_mapping,
+                 const std::optional<Tensor>& exit_layer, int64_t layer, bool has_tiled_heads,
+                 double eps, std::optional<Tensor> out) {
   Checker check("gated_delta");
   check.written(state, "state", Accept::kFloat32,
                 {"num_states", "num_value_heads", "num_tiles", "key_dim", kDeltaTile});
@@ -42,6 +43,7 @@ void gated_delta(const Tensor& qkvz, const Tensor& ba, Tensor state, Tensor rows
                 "rows: expected num_kept >= ", 2 * kMaxDeltaTaps, ", got ", check["num_kept"]);
   check(seq_lens, "seq_lens", Accept::kInt32, {"num_seqs"});
   check(query_start_loc, "query_start_loc", Accept::kInt32, {check["num_seqs"] + 1});
+  check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
   check(exit_layer, "exit_layer", Accept::kInt32, {"num_tokens"});
   check.written(out, "out", Accept::kModel, {"num_tokens", value_heads * value_dim}, 1);
   check.require(out.has_value() != exit_layer.has_value(), "exit_layer: expected ",
@@ -61,6 +63,7 @@ void gated_delta(const Tensor& qkvz, const Tensor& ba, Tensor state, Tensor rows
   params.norm = data<const void>(norm);
   params.seq_lens = data<const int32_t>(seq_lens);
   params.query_start_loc = data<const int32_t>(query_start_loc);
+  params.slot_mapping = data_or_null<const int64_t>(slot_mapping);
   params.exit_layer = data_or_null<const int32_t>(exit_layer);
   params.out = data_or_null(out);
   params.num_tokens = check["num_tokens"];
@@ -88,9 +91,8 @@ void gated_delta(const Tensor& qkvz, const Tensor& ba, Tensor state, Tensor rows
 EECORE_OP(gated_delta,
           "Tensor qkvz, Tensor ba, Tensor(a!) state, Tensor(b!) rows, Tensor(c!) applied, "
           "Tensor states, Tensor taps, Tensor log_rate, Tensor dt_bias, Tensor norm, "
-          "Tensor seq_lens, Tensor query_start_loc, Tensor? exit_layer, int layer, "
-          "bool has_tiled_heads, float eps, "
-          "Tensor(d!)? out")
+          "Tensor seq_lens, Tensor query_start_loc, Tensor? slot_mapping, Tensor? exit_layer, "
+          "int layer, bool has_tiled_heads, float eps, Tensor(d!)? out")
 
 }  // namespace
 }  // namespace eecore

@@ -73,6 +73,7 @@ __device__ __forceinline__ DeltaText<T> delta_text(const GatedDeltaParams& param
     text.first = text.end;
     return text;
   }
+  if (params.slot_mapping != nullptr && params.slot_mapping[text.row] < 0) text.entry = -1;
   text.conv_size = static_cast<int>(2 * params.num_key_heads * params.key_dim +
                                     params.num_value_heads * params.value_dim);
   text.kept_size = text.conv_size + 2 * static_cast<int>(params.num_value_heads);

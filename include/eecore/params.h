@@ -484,6 +484,8 @@ struct GatedDeltaParams {
   const void* norm;       // [value_dim]
   const int32_t* seq_lens;         // [num_seqs], positions, this call's included
   const int32_t* query_start_loc;  // [num_seqs + 1]
+  const int64_t* slot_mapping;     // [num_tokens]; may be null. -1 in a text's first row: the text
+                                   // is one without a state
   const int32_t* exit_layer;       // [num_tokens], with `layer`, without out; else null
   void* out;                       // [num_tokens, value_size], row stride out_stride, or null
   int64_t num_tokens, num_seqs, num_key_heads, num_value_heads, key_dim, value_dim, num_taps;

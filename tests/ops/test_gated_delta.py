@@ -60,7 +60,13 @@ class Layer(NamedTuple):
     ba: Tensor
 
     def __call__(
-        self, first: int, end: int, *, certain: int | None = None, number: int = 2
+        self,
+        first: int,
+        end: int,
+        *,
+        certain: int | None = None,
+        number: int = 2,
+        slots: Tensor | None = None,
     ) -> Tensor:
         """Positions ``first..end-1``."""
         return ops.gated_delta(
@@ -71,6 +77,7 @@ class Layer(NamedTuple):
             self.weights,
             self.numbers([end]),
             self.numbers([0, end - first]),
+            slot_mapping=slots,
             tiled_heads=self.sizes.tiled,
         )
 
@@ -241,6 +248,19 @@ def test_uncertain_positions_leave_no_trace(sizes: Sizes, device: torch.device) 
 
 
 @pytest.mark.parametrize("sizes", SIZES[1::2], ids=str)
+def test_a_row_without_a_slot_leaves_the_state_alone(sizes: Sizes, device: torch.device) -> None:
+    """A row that is masked in a graph says that it is the first of its text."""
+    layer = layer_of(sizes, torch.float32, device)
+    out = layer.run([40])
+    layer.run([9])
+    before = [each.nan_to_num() for each in layer.kept]
+    slots = torch.tensor([-1], device=device)
+    assert torch.equal(layer(0, 1, certain=9, slots=slots), out[:1])
+    assert all(map(torch.equal, before, [each.nan_to_num() for each in layer.kept]))
+    assert torch.equal(layer(9, 10, slots=slots + 6), out[9:10])
+
+
+@pytest.mark.parametrize("sizes", SIZES[1::2], ids=str)
 def test_a_fill_is_applied_later(sizes: Sizes, device: torch.device) -> None:
     expected = layer_of(sizes, torch.float32, device)
     out = expected.run([40])
@@ -331,7 +351,12 @@ def fuzzed_call(m: Maker) -> Checked:
         for i, n in ((0, width), (1, 2 * sizes.value_heads))
     )
     tokens, eps = sum(counts), 1e-6
-    fills = m.chance(0.3)
+    fills, slots = m.chance(0.3), None
+    owners = numbers  # of the states that the call uses
+    if not fills and m.chance(0.5):
+        owners = [0 if m.chance(0.3) else number for number in numbers]
+        of_texts = torch.tensor([5 if owner else -1 for owner in owners], dtype=torch.int64)
+        slots = m.placed(of_texts.repeat_interleave(torch.tensor(counts, dtype=torch.int64)))
     given: Arguments = {
         "qkvz": m.placed(qkvz, 1),
         "ba": m.placed(ba, 1),
@@ -340,6 +365,7 @@ def fuzzed_call(m: Maker) -> Checked:
         **weights._asdict(),
         "seq_lens": m.placed(torch.tensor(lens, dtype=torch.int32)),
         "query_start_loc": m.placed(starts(counts)),
+        "slot_mapping": slots,
         "exit_layer": m.placed(m.whole(6, tokens).int()) if fills else None,
         "layer": m.size(5),
         "has_tiled_heads": sizes.tiled,
@@ -351,7 +377,7 @@ def fuzzed_call(m: Maker) -> Checked:
         state, rows, applied = (before[name].clone() for name in kept._fields)
         out = None if fills else before["out"].double().clone()
         row = 0
-        for i, (number, count) in enumerate(zip(numbers, counts, strict=True)):
+        for i, (number, count) in enumerate(zip(owners, counts, strict=True)):
             first, rows_of = row, slice(row, row + count)
             row += count
             if not count or (fills and before["exit_layer"][first] > before["layer"]):

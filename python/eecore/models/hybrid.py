@@ -138,6 +138,7 @@ class HybridModel(LlamaModel):
             self._deltas[index][1],
             batch.seq_lens,
             batch.query_start_loc,
+            slot_mapping=batch.slot_mapping,
             tiled_heads=self._tiled_heads,
             eps=self._eps,
         )

@@ -307,6 +307,7 @@ def gated_delta(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     *,
+    slot_mapping: Tensor | None = None,
     tiled_heads: bool = False,
     eps: float = 1e-6,
     out: Tensor | None = None,
@@ -337,6 +338,8 @@ def gated_delta(
         seq_lens: int32 [num_seqs], positions, this call's included: row i of the n rows of a text
             is at ``seq_lens - n + i``. A text whose first row is at 0 begins anew.
         query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
+        slot_mapping: int64 [num_tokens]; with -1 for its first row, as rows have that are masked
+            in a graph, a text is one without a state. None: no row is masked.
         tiled_heads: whether value head v belongs to key head ``v % num_key_heads``, as in GGUF
             files; else those of a key head are side by side.
         eps: epsilon of the norm of the output.
@@ -348,9 +351,8 @@ def gated_delta(
     if out is None:
         size = weights.log_rate.shape[0] * weights.norm.shape[0]
         out = torch.empty(len(qkvz), size, dtype=qkvz.dtype, device=qkvz.device)
-    _gated_delta(
-        qkvz, ba, *kept, states, *weights, seq_lens, query_start_loc, None, 0, tiled_heads, eps, out
-    )
+    texts = seq_lens, query_start_loc, slot_mapping
+    _gated_delta(qkvz, ba, *kept, states, *weights, *texts, None, 0, tiled_heads, eps, out)
     return out
 
 
@@ -377,20 +379,9 @@ def gated_delta_fill(
         layer: the number of the layer.
         tiled_heads: as there.
     """
-    _gated_delta(
-        qkvz,
-        ba,
-        *kept,
-        states,
-        *weights,
-        seq_lens,
-        query_start_loc,
-        exit_layer,
-        layer,
-        tiled_heads,
-        0.0,
-        None,
-    )
+    texts = seq_lens, query_start_loc, None
+    numbers = layer, tiled_heads, 0.0
+    _gated_delta(qkvz, ba, *kept, states, *weights, *texts, exit_layer, *numbers, None)
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
