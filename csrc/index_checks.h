@@ -97,6 +97,9 @@ inline void check_texts(const Checker& check, const GatedDeltaParams& params, in
   if (!holds_values()) return;
   const int32_t* starts = params.query_start_loc;
   check.require(starts[0] == 0, "query_start_loc: expected to start at 0, got ", starts[0]);
+  check.require(starts[params.num_seqs] == params.num_tokens,
+                "query_start_loc: expected to end at num_tokens=", params.num_tokens, ", got ",
+                starts[params.num_seqs]);
   for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
     const int64_t num_rows = int64_t{starts[seq + 1]} - starts[seq];
     const int64_t length = params.seq_lens[seq], number = params.states[seq * params.states_stride];
@@ -108,9 +111,6 @@ inline void check_texts(const Checker& check, const GatedDeltaParams& params, in
                   "states: expected 0 for none, or a number up to num_states=", num_states,
                   ", got ", number, " for sequence ", seq);
   }
-  check.require(starts[params.num_seqs] == params.num_tokens,
-                "query_start_loc: expected to end at num_tokens=", params.num_tokens, ", got ",
-                starts[params.num_seqs]);
 }
 
 }  // namespace eecore
