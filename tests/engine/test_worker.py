@@ -348,10 +348,10 @@ def test_an_error_of_no_request_ends_all_of_them_and_the_next_is_served(
 ) -> None:
     whole, left = getattr(owner, name), [Fault("broken")]
 
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **named: Any) -> Any:
         if len(model.shared_engine().engine.requests) == 3 and left:
             raise left.pop()
-        return whole(*args)
+        return whole(*args, **named)
 
     streams = [eecore.stream(model, [prompt], sampling=LONG) for prompt in PROMPTS[:3]]
     firsts = [next(stream) for stream in streams]
