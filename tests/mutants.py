@@ -733,8 +733,22 @@ SCHEDULING = (
     Mutant(
         "a-state-is-kept-after-its-page",
         "python/eecore/decoding/prefill.py",
-        "certain = chunk.stop - chunk.stop % self._kv.page_size",
+        "certain = chunk.stop - (rest if rest <= MAX_UNCERTAIN else 0)",
         "certain = chunk.stop",
+        "tests/decoding/test_states.py",
+    ),
+    Mutant(
+        "a-long-page-outgrows-what-is-kept",
+        "python/eecore/decoding/prefill.py",
+        "(rest if rest <= MAX_UNCERTAIN else 0)",
+        "rest",
+        "tests/decoding/test_states.py",
+    ),
+    Mutant(
+        "a-reset-keeps-states",
+        "python/eecore/scheduling/pages.py",
+        "            self.states.forget()\n",
+        "            pass\n",
         "tests/decoding/test_states.py",
     ),
     Mutant(

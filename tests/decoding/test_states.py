@@ -95,6 +95,26 @@ def test_the_least_recently_used_beginning_is_given_up(model: eecore.Model) -> N
     assert [cached(engine, each) for each in (one, one, other, other, one)] == [0, 8, 0, 8, 0]
 
 
+def test_a_reset_forgets_beginnings(model: eecore.Model) -> None:
+    """They would be those of other weights, where weights have changed."""
+    engine, prompt = engine_of(model), random_prompts(9, seed=6)[0]
+    assert [cached(engine, prompt) for _ in range(2)] == [0, 8]
+    engine.reset_prefix_cache()
+    assert engine.pages.states is not None
+    assert not engine.pages.states._kept
+    check_books(engine)
+    assert [cached(engine, prompt) for _ in range(2)] == [0, 8]
+
+
+@pytest.mark.parametrize("page_size", [64, 80, 96, 200])
+def test_pages_longer_than_what_is_kept(model: eecore.Model, page_size: int) -> None:
+    engine = engine_of(model, EngineConfig(2048, page_size=page_size))
+    for count in (page_size - 1, page_size + 7, 2 * page_size - 3):
+        prompt = random_prompts(count, seed=count)[0]
+        cached(engine, prompt)
+        cached(engine, [*prompt, 5, 6])
+
+
 def test_states_of_requests_on_hold_are_taken(model: eecore.Model) -> None:
     prompts = random_prompts(6, 7, 8, 9, seed=7)
     driver = Driver(engine_of(model, EngineConfig(1024, page_size=4, max_num_seqs=1)))

@@ -50,6 +50,7 @@ from eecore.planning.draft_state import route_of
 from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence
+from eecore.scheduling.states import MAX_UNCERTAIN
 
 Int64Array = npt.NDArray[np.int64]
 RunChunk = Callable[[ChunkKind, Array, ChunkRows], ChunkPass]
@@ -178,11 +179,12 @@ class Prefill:
         return Chunk(sequence, first, first + len(depths), depths, sequence.pages)
 
     def _state(self, chunk: Chunk) -> tuple[int, int]:
-        """The state of a chunk's sequence. What a prompt has up to the last whole page is certain:
-        there another text may go on."""
+        """The state of a chunk's sequence. What a prompt has up to the last whole page is certain,
+        so that another text may go on there, if the rows after it can be kept."""
         number, certain = chunk.sequence.state_at
         if chunk.sequence.parent is None:
-            certain = chunk.stop - chunk.stop % self._kv.page_size
+            rest = chunk.stop % self._kv.page_size
+            certain = chunk.stop - (rest if rest <= MAX_UNCERTAIN else 0)
         return number, certain
 
     def run(self, most: int | None = None) -> list[Outcome]:

@@ -12,7 +12,6 @@ from eecore.errors import ExitError, RequestError
 from eecore.exit_text import Policies, usual_exit
 from eecore.exits import Exit
 from eecore.models import Network, Tokenizer
-from eecore.models.kv_cache import MAX_UNCERTAIN
 from eecore.models.text.thinking import Thinking
 from eecore.planning.auto import best_exit_layers
 from eecore.planning.draft_state import AnyGuided, draft_state
@@ -20,6 +19,7 @@ from eecore.planning.guided import Guided, Guides
 from eecore.planning.probes import ThoughtProbes
 from eecore.planning.thoughts import GuidedThought
 from eecore.scheduling.sequence import Sequence
+from eecore.scheduling.states import MAX_UNCERTAIN
 from eecore.thought_stop import ThoughtStop
 from eecore.values import as_index, shown
 

@@ -27,8 +27,6 @@ NUM_ARRIVALS = 4096
 # Rows that a gated delta rule keeps of each text: those of a round with the most drafts that are
 # allowed, of a quarter that a fill leaves for later, and of the convolution.
 KEPT_ROWS = 96
-MAX_UNCERTAIN = 64
-"""Positions at most, of those that a text may lose again, that a caller may ask for at a time."""
 SMALL_BYTES = 1 << 20
 """Bytes at the beginning of each layer's keys, and of its values, that stay in the system's small
 pages."""

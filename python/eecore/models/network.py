@@ -60,12 +60,14 @@ def bytes_of_state(network: Network) -> int:
 def num_states(network: Network, limits: EngineConfig, dtype: torch.dtype) -> int:
     """How many texts can have states, for a cache of a dtype; 0 for a model without states.
 
-    Beside those that run these are beginnings, as many as take the memory of the pages, and no more
-    than texts that run.
+    Beside those that run these are beginnings for the prefix cache, as many as take the memory of
+    the pages, and no more than texts that run.
     """
     one = bytes_of_state(network)
     if not one:
         return 0
+    if not (limits.prefix_cache and network.linear.is_batch_invariant):
+        return limits.max_num_seqs
     fitting = limits.kv_cache_tokens * bytes_per_token(network, dtype) // one
     return limits.max_num_seqs + max(1, min(limits.max_num_seqs, fitting))
 

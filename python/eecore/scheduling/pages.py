@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from eecore.scheduling.prefix_cache import PrefixCache
 from eecore.scheduling.sequence import Sequence
-from eecore.scheduling.states import StatePool
+from eecore.scheduling.states import MAX_UNCERTAIN, StatePool
 
 
 class PageAllocator:
@@ -127,9 +127,11 @@ class PageAllocator:
             return
         exact = list(takewhile(self.is_exact, sequence.pages))
         self._cache.publish(sequence, exact)
-        count, at = sequence.num_computed // self.page_size, sequence.num_computed
+        at = sequence.num_computed
+        count, rest = divmod(at, self.page_size)
         is_end = at in (sequence.keep_at, sequence.prefill_target, sequence.num_prompt_tokens)
-        if self.states is not None and after_chunk and is_end and 0 < count <= len(exact):
+        is_there = after_chunk and is_end and rest <= MAX_UNCERTAIN
+        if self.states is not None and is_there and 0 < count <= len(exact):
             self.states.keep(sequence.page_keys[count - 1], sequence.state)
 
     def begin_state(self, sequence: Sequence, num_cached: int) -> None:
@@ -160,8 +162,10 @@ class PageAllocator:
                 self._free.append(page)
 
     def reset(self) -> None:
-        """Forget the contents of pages without an owner."""
+        """Forget the contents of pages without an owner, and the states of beginnings."""
         self.forget(list(self._kept))
+        if self.states is not None:
+            self.states.forget()
 
     def _emptied(self) -> int:
         """The least recently used free page, whose contents are forgotten."""

@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+# Positions, at most, of a chunk or a probe that are not certain at once: a layer keeps the rows of
+# some more.
+MAX_UNCERTAIN = 64
+
 
 class StatePool:
     """Hands out the numbers 1..count of states.
@@ -60,6 +64,11 @@ class StatePool:
             kept = self._empty()
             self._copy(number, kept)
             self._kept[beginning] = kept
+
+    def forget(self) -> None:
+        """Give up all beginnings."""
+        self._free += self._kept.values()
+        self._kept.clear()
 
     def _empty(self) -> int:
         return self._free.pop() if self._free else self._kept.popitem(last=False)[1]
