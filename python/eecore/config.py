@@ -285,13 +285,14 @@ class ModelConfig:
                 f"got {len(self.layer_windows)}"
             )
         self._check_ropes()
-        self._check_convolutions()
+        self._check_other_layers()
         if not (self.pre_norm or self.post_norm):
             raise ModelError("pre_norm, post_norm: expected one or both, got neither")
         if self.activation == "relu":
             raise ModelError("activation: expected that of a gate, gelu_tanh or silu, got relu")
 
-    def _check_convolutions(self) -> None:
+    def _check_other_layers(self) -> None:
+        """Check the layers that have something else instead of attention."""
         layers = self.conv_layers
         if sorted(set(layers)) != list(layers) or (layers and layers[-1] >= self.num_layers):
             raise ModelError(
@@ -466,6 +467,11 @@ class T5Config:
     conv_layers: ClassVar[tuple[int, ...]] = ()
     delta = None
     gate_threshold = None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers of the decoder, all of which have keys and values."""
+        return tuple(range(self.num_layers))
 
     @property
     def exit_layers(self) -> range:

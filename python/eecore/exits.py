@@ -141,7 +141,7 @@ class Exit:
 
     @property
     def follows_thoughts(self) -> bool:
-        """Whether it depends on where the thought before an answer ends."""
+        """Whether the policy depends on the end of a thought."""
         return False
 
     @property

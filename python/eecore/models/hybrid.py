@@ -29,6 +29,8 @@ class HybridModel(LlamaModel):
     Layers run op by op on every device.
     """
 
+    _runs_stretches = False
+
     def __init__(
         self, config: ModelConfig, weights: LlamaWeights, source: ModelSource | None = None
     ) -> None:
@@ -85,31 +87,21 @@ class HybridModel(LlamaModel):
             for layer, weights_of in enumerate(of_all)
         ]
 
-    def _stretch(
+    def _attention(
         self,
-        first: int | None,
-        layers: range,
+        index: int,
         hidden: Tensor,
         kv: KVCache,
+        cache: tuple[Tensor, Tensor],
         batch: AttentionBatch,
-        skip_attention: frozenset[int] = frozenset(),
-        skip_mlp: frozenset[int] = frozenset(),
+        places: bool,
     ) -> Tensor:
-        """The residual stream after some layers."""
-        assert first == 0
-        for index in layers:
-            if index in skip_attention:
-                pass
-            elif index in self._taps:
-                hidden = self._convolution(index, hidden, kv, batch)
-            elif index in self._deltas:
-                hidden = self._delta(index, hidden, kv, batch)
-            else:
-                places = index > layers.start
-                hidden = self._attention(index, hidden, kv, kv.layers[index], batch, places=places)
-            if index not in skip_mlp:
-                hidden = self._mlp(self._layers[index], hidden)
-        return hidden
+        """The residual stream after attention of a layer, or after what it has instead."""
+        if index in self._taps:
+            return self._convolution(index, hidden, kv, batch)
+        if index in self._deltas:
+            return self._delta(index, hidden, kv, batch)
+        return super()._attention(index, hidden, kv, cache, batch, places)
 
     def _convolution(
         self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch

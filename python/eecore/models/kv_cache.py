@@ -120,7 +120,7 @@ class KVCache:
         """
         loops, of_token = config.num_loops, (config.num_kv_heads, config.head_dim)
         convolutions = config.conv_layers
-        num_attending, delta = _num_attending(config), config.delta
+        num_attending, delta = len(config.attention_layers), config.delta
         shape = (num_attending, loops * num_pages, page_size, *of_token)
         states = None
         try:
@@ -161,7 +161,7 @@ class KVCache:
     ) -> int:
         """Bytes that one token takes in the caches of all layers."""
         convolutions = len(config.conv_layers)
-        attending = _num_attending(config) * config.num_loops
+        attending = len(config.attention_layers) * config.num_loops
         kept = 2 * attending * config.kv_size * dtype.itemsize
         return kept + convolutions * config.hidden_size * (state_dtype or dtype).itemsize
 
@@ -210,12 +210,6 @@ class KVCache:
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
-
-
-def _num_attending(config: AnyModelConfig) -> int:
-    """Layers of the stack that have keys and values."""
-    others = len(config.conv_layers) + (len(config.delta.layers) if config.delta else 0)
-    return config.num_layers // config.num_loops - others
 
 
 def _new_deltas(

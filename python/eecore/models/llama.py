@@ -354,6 +354,8 @@ class LlamaModel(Decoder):
     """Int32, the numbers of the layers with attention; None: all of them."""
     _fill_norm: Tensor | None = None
     """The attention norms of these layers; None: those of the weights."""
+    _runs_stretches = True
+    """Whether one op can run a stretch of the layers on a CPU."""
 
     def __init__(
         self, config: ModelConfig, weights: LlamaWeights, source: ModelSource | None = None
@@ -443,7 +445,7 @@ class LlamaModel(Decoder):
     ) -> Tensor:
         """The residual stream after some layers of the stack, in the loop that begins with layer
         ``first``; None: of rows each of which is in a loop of its own."""
-        if not self.calls_single_ops:
+        if self._runs_stretches and not self.calls_single_ops:
             cos_sin, layer_ropes = self.tables(kv)
             k, v = (kv.k, kv.v) if first is None else kv.loop(first // self.config.stack_size)
             return ops.decoder_layers(
@@ -476,8 +478,9 @@ class LlamaModel(Decoder):
         for index in layers:
             number = index if first is None else first + index
             if number not in skip_attention:
-                cache = kv.k[index], kv.v[index]
-                if first is not None:
+                if first is None:
+                    cache = kv.k[index], kv.v[index]
+                else:
                     cache = kv.layers[number % len(kv.layers)]
                 # An exit check or the begin of a round may still write slots and positions, so the
                 # first layer of the stretch does not read them early.
