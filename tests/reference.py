@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eecore import ops
+from packed_blocks import block_sizes
 
 Rows = TypeVar("Rows", ops.ActiveRows, ops.DraftRound)
 
@@ -391,9 +392,9 @@ def pack_weight(blocks: Tensor, format: str) -> Tensor:
         return torch.from_numpy(gguf.quants.dequantize(blocks.contiguous().numpy(), kind))
 
 
-def in_8_bits(x: Tensor) -> Tensor:
-    """Round x [..., n] as packed products do: whole numbers times 1/127 of the largest of 32."""
-    blocks = x.float().unflatten(-1, (-1, 32))
+def in_8_bits(x: Tensor, columns: int) -> Tensor:
+    """Round x [..., n]: whole numbers times 1/127 of the largest of each so many columns."""
+    blocks = x.float().unflatten(-1, (-1, columns))
     largest = blocks.abs().amax(-1, keepdim=True)
     to_q = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
     return ((blocks * to_q).round().double() * (largest / 127).double()).flatten(-2)
@@ -402,10 +403,16 @@ def in_8_bits(x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, scale: Tensor | None, table: Tensor | None = None) -> Tensor:
     """x @ weight.T in float64; with a scale, x is in 16 bits and the weight int8 rows times scale.
 
-    With a table of x in 8 bits and what is packed.
+    With a table x is in 8 bits, with a scale for each block of the row's format.
     """
     if table is not None:
-        return in_8_bits(x) @ ops.unpack_weight(weight, table).double().T
+        rows = ops.unpack_weight(weight, table).double()
+        formats = [ops.BLOCK_FORMATS[code] for code in (table >> 4 & 15).tolist()]
+        sizes = torch.tensor([block_sizes(format)[0] for format in formats])
+        result = torch.empty(*x.shape[:-1], len(rows), dtype=torch.float64)
+        for columns in sizes.unique().tolist():
+            result[..., sizes == columns] = in_8_bits(x, columns) @ rows[sizes == columns].T
+        return result
     if scale is None:
         return x.double() @ weight.double().T
     largest = x.float().abs().amax(-1, keepdim=True)

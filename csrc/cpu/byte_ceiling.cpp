@@ -5,15 +5,21 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-using Dot = PanelDot<8, 4>;
+using Dot = PanelDot<8, 4, false>;
 // Rows of x. A lone sum waits for its last product; other sums would not stay in registers.
-constexpr int kRows = sizeof(Dot) == kLaneBytes ? 12 : 3;
+#if defined(__AVX512VNNI__) || defined(EECORE_VNNI)
+constexpr int kRows = 12;
+#else
+constexpr int kRows = 3;
+#endif
 
 template <int kGroup = 0>
 [[gnu::always_inline]] inline void add_groups(const uint8_t* weights, const Bytes* x, Dot* dots) {
   const Bytes w = load_bytes(weights + kGroup * kLaneBytes);
 #pragma GCC unroll 12
-  for (int row = 0; row < kRows; ++row) dots[row].template add<kGroup>(w, x[row]);
+  for (int row = 0; row < kRows; ++row) {
+    dots[row].template add<kGroup>(w, x[row], Dot::ones());
+  }
   if constexpr (kGroup + 1 < Dot::kGroups) add_groups<kGroup + 1>(weights, x, dots);
 }
 

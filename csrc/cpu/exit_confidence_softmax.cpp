@@ -115,7 +115,8 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
   const WeightRows<W> head = weight_rows<W>(params.lm_head, params.lm_head_stride,
                                             params.lm_head_scale, params.lm_head_table);
   const PackedRows<T, W> x(static_cast<const T*>(params.hidden), params.hidden_stride, num_seqs, n,
-                           static_cast<const T*>(params.norm_weight), params.eps, parallel);
+                           static_cast<const T*>(params.norm_weight), params.eps,
+                           {params.lm_head_table, params.vocab_size}, parallel);
 
   // Partials: [num_tiles, num_seqs].
   const int64_t num_tiles = ceil_div(params.vocab_size, kTile);

@@ -51,6 +51,11 @@ struct Rows {
   }
 };
 
+inline Tables tables_of(const KvFillParams& params) {
+  return {params.kv_table, 2 * params.num_kv_heads * params.head_dim, params.num_layers,
+          params.table_layer_stride};
+}
+
 // A worker's buffers, and its work on one head of one layer for one block of rows.
 template <typename T, typename W>
 class Worker {
@@ -58,7 +63,7 @@ class Worker {
   Worker(const KvFillParams& params, int64_t block)
       : params_(params),
         unit_(block),
-        x_stride_(packed_stride<W>(params.hidden_size)),
+        x_stride_(packed_stride<W>(params.hidden_size, tables_of(params))),
         x_(rows_held<W>(block) * x_stride_),
         normed_(params.hidden_size),
         heads_(block * params.head_dim * (params.norms_all_k ? params.num_kv_heads : 1)),

@@ -5,36 +5,69 @@ namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
 template <BlockFormat kFormat>
-using DotOf = PanelDot<has_halves(kFormat) ? 4 : 8, quant_bits(kFormat)>;
+using DotOf =
+    PanelDot<has_halves(kFormat) ? 4 : 8, quant_bits(kFormat), has_sub_scales(kFormat)>;
 
-// Multiplies group kGroup of columns of a block of two parts with row b of x, whose block is
-// `columns`.
+// Multiplies group kGroup of columns of a block of two parts with row b of x, whose columns of the
+// block are q_of_x.
 template <int kGroup, int kRows, typename Dot>
-[[gnu::always_inline]] inline void add_group(const Bytes (*q)[2], const XBlock& columns, int b,
-                                             Dot (*products)[kRows]) {
-  const Bytes group = broadcast_bytes(columns.q + 4 * kGroup);
+[[gnu::always_inline]] inline void add_group(const Bytes (*q)[2], const int8_t* q_of_x, int b,
+                                             const Ints* factors, Dot (*products)[kRows]) {
+  const Bytes group = broadcast_bytes(q_of_x + 4 * kGroup);
 #pragma GCC unroll 2
   for (int p = 0; p < 2; ++p) {
-    products[p][b].template add<kGroup % Dot::kGroups>(q[p][kGroup % 2], group);
+    products[p][b].template add<kGroup % Dot::kGroups>(q[p][kGroup % 2], group, factors[p]);
   }
 }
 
-// Multiplies columns 8 * kTwo.. of a block of two parts with kRows rows of x.
+// Multiplies columns 8 * kTwo.. of a block of two parts with kRows rows of x. x: of the first row,
+// the block's columns.
 template <BlockFormat kFormat, int kTwo, int kRows, typename Dot>
 [[gnu::always_inline]] inline void dot_of_two(const uint8_t* const* quants,
-                                              const uint8_t* const* high_bits, const XBlock* x,
-                                              int64_t x_stride, Dot (*products)[kRows]) {
+                                              const uint8_t* const* high_bits, const int8_t* x,
+                                              int64_t x_stride, const Ints* factors,
+                                              Dot (*products)[kRows]) {
   Bytes q[2][2];
   unpack_two<kFormat, kTwo>(quants[0], high_bits[0], q[0]);
   unpack_two<kFormat, kTwo>(quants[1], high_bits[1], q[1]);
 #pragma GCC unroll 8
   for (int b = 0; b < kRows; ++b) {
-    add_group<2 * kTwo>(q, x[b * x_stride], b, products);
-    if constexpr (!Dot::kTakesTurns) add_group<2 * kTwo + 1>(q, x[b * x_stride], b, products);
+    add_group<2 * kTwo>(q, x + b * x_stride, b, factors, products);
+    if constexpr (!Dot::kTakesTurns) {
+      add_group<2 * kTwo + 1>(q, x + b * x_stride, b, factors, products);
+    }
   }
   if constexpr (Dot::kTakesTurns) {
 #pragma GCC unroll 8
-    for (int b = 0; b < kRows; ++b) add_group<2 * kTwo + 1>(q, x[b * x_stride], b, products);
+    for (int b = 0; b < kRows; ++b) {
+      add_group<2 * kTwo + 1>(q, x + b * x_stride, b, factors, products);
+    }
+  }
+}
+
+// Adds a super-block to sums: [kRows, kWidth], row stride `stride`. exact: the whole-number sums of
+// its quants times sub-scales, of kRows rows of x. kIsSigned: the quants have no offset.
+template <BlockFormat kFormat, int kRows, bool kIsSigned>
+[[gnu::always_inline]] inline void add_super_block(const uint8_t* sub_scales,
+                                                   const LaneScales& scales,
+                                                   const XRows<kFormat>& x, const Ints* exact,
+                                                   float* sums, int64_t stride) {
+  constexpr int kPairs = has_minima(kFormat) || !kIsSigned ? kNumPairs<kFormat> : 0;
+  Ints factors[kNumPairs<kFormat>];
+#pragma GCC unroll 8
+  for (int i = 0; i < kPairs; ++i) factors[i] = sum_factors<kFormat>(sub_scales, i);
+#pragma GCC unroll 8
+  for (int b = 0; b < kRows; ++b) {
+    const int16_t* part_sums = has_halves(kFormat) ? x[b].half_sums : x[b].sums;
+    Ints corrected = has_minima(kFormat) ? broadcast_shifted<0>(0) : exact[b];
+#pragma GCC unroll 8
+    for (int i = 0; i < kPairs; ++i) {
+      corrected = add_pairs(corrected, factors[i], part_sums + 2 * i);
+    }
+    const Vec total = load(sums + b * stride), x_scale = broadcast(x[b].scale);
+    store(sums + b * stride,
+          add_exact<kFormat>(has_minima(kFormat) ? exact[b] : corrected, corrected, scales, x_scale,
+                             total));
   }
 }
 
@@ -68,65 +101,51 @@ struct LinesAhead {
 // rows of x: a load of x, which takes as long as a product, serves both parts. A separate function,
 // so that the compiler keeps the most in registers.
 template <BlockFormat kFormat, int kBatch, bool kNear>
-[[gnu::noinline]] void multiply_two_parts(const PanelPart* parts, const XBlock* x, int64_t x_stride,
+[[gnu::noinline]] void multiply_two_parts(const PanelPart* parts, XRows<kFormat> x,
                                           LinesAhead<kNear> ahead, float* sums, int64_t stride) {
   constexpr BlockTraits kTraits = traits_of(kFormat);
-  constexpr bool kHasHalves = has_halves(kFormat);
   using Dot = DotOf<kFormat>;
   Vec totals[2][kBatch];
   for (auto& of_panel : totals) {
     for (Vec& total : of_panel) total = zero();
   }
+  const Ints ones[2] = {Dot::ones(), Dot::ones()};
   const uint8_t* quants[2] = {parts[0].quants, parts[1].quants};
   const uint8_t* high_bits[2] = {parts[0].high_bits, parts[1].high_bits};
   const int64_t num_blocks = parts[0].num_blocks;
-  for (int64_t i = 0; i < num_blocks; ++i, ++x) {
+  for (int64_t i = 0; i < num_blocks; ++i, ++x.first) {
     Dot products[2][kBatch];
-    const auto offset_of = [&](int b, bool is_second_half) {
-      const XBlock& columns = x[b * x_stride];
-      if (has_minima(kFormat) || Dot::kIsSigned) return 0;
-      if (is_second_half) return columns.minus_8 - columns.minus_8_low;
-      return kHasHalves ? columns.minus_8_low : columns.minus_8;
+    const auto offset_of = [&](int b) {
+      return has_minima(kFormat) || Dot::kIsSigned ? 0 : x[b].minus_8;
     };
-    const auto begin = [&](bool is_second_half) {
-#pragma GCC unroll 8
-      for (int b = 0; b < kBatch; ++b) {
-        products[0][b].begin(offset_of(b, is_second_half));
-        products[1][b] = products[0][b];
-      }
-    };
-    begin(false);
-    const LaneScales scales[2] = {scales_of<kFormat>(parts[0], i), scales_of<kFormat>(parts[1], i)};
-    const auto add = [&](bool is_second_half) {
-#pragma GCC unroll 8
-      for (int b = 0; b < kBatch; ++b) {
-        const Vec x_scale = broadcast(x[b * x_stride].scale);
-#pragma GCC unroll 2
-        for (int p = 0; p < 2; ++p) {
-          const Vec scale = scales[p].scale[is_second_half];
-          const Ints product = products[p][b].total(offset_of(b, is_second_half));
-          totals[p][b] = fma(to_vec(product), scale * x_scale, totals[p][b]);
-        }
-      }
-    };
-    dot_of_two<kFormat, 0>(quants, high_bits, x, x_stride, products);
-    ahead.ask();
-    dot_of_two<kFormat, 1>(quants, high_bits, x, x_stride, products);
-    ahead.ask();
-    if constexpr (kHasHalves) {
-      add(false);
-      begin(true);
-    }
-    dot_of_two<kFormat, 2>(quants, high_bits, x, x_stride, products);
-    ahead.ask();
-    dot_of_two<kFormat, 3>(quants, high_bits, x, x_stride, products);
-    ahead.ask();
-    add(kHasHalves);
 #pragma GCC unroll 8
     for (int b = 0; b < kBatch; ++b) {
-      const XBlock& columns = x[b * x_stride];
-      totals[0][b] = add_minima<kFormat>(scales[0].minimum, columns, totals[0][b]);
-      totals[1][b] = add_minima<kFormat>(scales[1].minimum, columns, totals[1][b]);
+      products[0][b].begin(offset_of(b));
+      products[1][b] = products[0][b];
+    }
+    const LaneScales scales[2] = {scales_of<kFormat>(parts[0].scales + i * kTraits.scales),
+                                  scales_of<kFormat>(parts[1].scales + i * kTraits.scales)};
+    dot_of_two<kFormat, 0>(quants, high_bits, x.first->q, x.stride, ones, products);
+    ahead.ask();
+    dot_of_two<kFormat, 1>(quants, high_bits, x.first->q, x.stride, ones, products);
+    ahead.ask();
+    dot_of_two<kFormat, 2>(quants, high_bits, x.first->q, x.stride, ones, products);
+    ahead.ask();
+    dot_of_two<kFormat, 3>(quants, high_bits, x.first->q, x.stride, ones, products);
+    ahead.ask();
+#pragma GCC unroll 8
+    for (int b = 0; b < kBatch; ++b) {
+      const Vec x_scale = broadcast(x[b].scale);
+#pragma GCC unroll 2
+      for (int p = 0; p < 2; ++p) {
+        const Vec product = to_vec(products[p][b].total(offset_of(b)));
+        totals[p][b] = fma(product, scales[p].scale * x_scale, totals[p][b]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int b = 0; b < kBatch; ++b) {
+      totals[0][b] = add_minima<kFormat>(scales[0].minimum, x[b], totals[0][b]);
+      totals[1][b] = add_minima<kFormat>(scales[1].minimum, x[b], totals[1][b]);
     }
 #pragma GCC unroll 2
     for (int p = 0; p < 2; ++p) {
@@ -138,6 +157,83 @@ template <BlockFormat kFormat, int kBatch, bool kNear>
   for (int b = 0; b < kBatch; ++b) {
     store(sums + b * stride, totals[0][b]);
     store(sums + b * stride + kWidth, totals[1][b]);
+  }
+}
+
+// The same for formats with sub-scales. Sums stay in memory: they change once in 256 columns.
+template <BlockFormat kFormat, int kBatch, bool kNear>
+  requires(has_sub_scales(kFormat))
+[[gnu::noinline]] void multiply_two_parts(const PanelPart* parts, XRows<kFormat> x,
+                                          LinesAhead<kNear> ahead, float* sums, int64_t stride) {
+  constexpr BlockTraits kTraits = traits_of(kFormat);
+  constexpr bool kHasHalves = has_halves(kFormat);
+  using Dot = DotOf<kFormat>;
+  for (int b = 0; b < kBatch; ++b) {
+    store(sums + b * stride, zero());
+    store(sums + b * stride + kWidth, zero());
+  }
+  const uint8_t* quants[2] = {parts[0].quants, parts[1].quants};
+  const uint8_t* high_bits[2] = {parts[0].high_bits, parts[1].high_bits};
+  const uint8_t* sub_scales[2] = {parts[0].sub_scales, parts[1].sub_scales};
+  const int64_t num_blocks = parts[0].num_blocks * kBlockColumns / kSuperColumns;
+  for (int64_t i = 0; i < num_blocks; ++i, ++x.first) {
+    Dot products[2][kBatch];
+#pragma GCC unroll 2
+    for (auto& of_panel : products) {
+#pragma GCC unroll 8
+      for (Dot& product : of_panel) product.begin(0);
+    }
+    const int8_t* q_of_x = x.first->q;
+#pragma GCC unroll 1
+    for (int block = 0; block < kSuperColumns / kBlockColumns; ++block, q_of_x += kBlockColumns) {
+      Ints factors[2][2], of_part[2];
+      const auto begin = [&](int part) {
+#pragma GCC unroll 2
+        for (int p = 0; p < 2; ++p) {
+          of_part[p] = Dot::factors(factors[p][part]);
+#pragma GCC unroll 8
+          for (Dot& product : products[p]) product.begin_part();
+        }
+      };
+      const auto end = [&] {
+#pragma GCC unroll 2
+        for (int p = 0; p < 2; ++p) {
+#pragma GCC unroll 8
+          for (Dot& product : products[p]) product.end_part(of_part[p]);
+        }
+      };
+      sub_scales_of<kFormat>(sub_scales[0] + block * kTraits.sub_scales, factors[0]);
+      sub_scales_of<kFormat>(sub_scales[1] + block * kTraits.sub_scales, factors[1]);
+      begin(0);
+      dot_of_two<kFormat, 0>(quants, high_bits, q_of_x, x.stride, of_part, products);
+      ahead.ask();
+      dot_of_two<kFormat, 1>(quants, high_bits, q_of_x, x.stride, of_part, products);
+      ahead.ask();
+      if constexpr (kHasHalves) {
+        end();
+        begin(1);
+      }
+      dot_of_two<kFormat, 2>(quants, high_bits, q_of_x, x.stride, of_part, products);
+      ahead.ask();
+      dot_of_two<kFormat, 3>(quants, high_bits, q_of_x, x.stride, of_part, products);
+      ahead.ask();
+      end();
+#pragma GCC unroll 2
+      for (int p = 0; p < 2; ++p) {
+        quants[p] += kTraits.quants;
+        high_bits[p] += kTraits.high_bits;
+      }
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; ++p) {
+      const LaneScales scales = scales_of<kFormat>(parts[p].scales + i * kTraits.scales);
+      Ints exact[kBatch];
+#pragma GCC unroll 8
+      for (int b = 0; b < kBatch; ++b) exact[b] = products[p][b].total(0);
+      add_super_block<kFormat, kBatch, Dot::kIsSigned>(sub_scales[p], scales, x, exact,
+                                                       sums + p * kWidth, stride);
+      sub_scales[p] += kSuperColumns / kBlockColumns * kTraits.sub_scales;
+    }
   }
 }
 
@@ -153,8 +249,8 @@ void multiply_batch_of_two(const PanelProduct& product, const PanelPart* parts, 
                                                         stride);
     }
   }
-  multiply_two_parts<kFormat, kBatch>(parts, product.x + b * product.x_stride, product.x_stride,
-                                      ahead, sums, stride);
+  multiply_two_parts<kFormat, kBatch, kNear>(parts, XRows<kFormat>(product, b), ahead, sums,
+                                             stride);
 }
 
 // Multiplies two parts, all rows of their panels, with rows of x in groups as equal as possible,
@@ -183,80 +279,85 @@ void multiply_in_two(const PanelProduct& product, const PanelPart* parts, int64_
 
 #if defined(__AVX512VNNI__)
 
-// Adds a block's products with kRows rows of x, which take turns, to their totals.
-template <BlockFormat kFormat, int kRows, typename Ahead>
-[[gnu::always_inline]] inline void multiply_abreast(const Bytes* q, const LaneScales& scales,
-                                                    const XBlock* x, int64_t x_stride, Ahead ahead,
-                                                    Vec* totals) {
-  constexpr bool kHasHalves = has_halves(kFormat);
-  constexpr int kShift =
-      quant_bits(kFormat) - 4;  // from 8 times the sum of x to the multiple for the offset
-  constexpr bool kHasOffset = !has_minima(kFormat);
-  const int64_t bytes = x_stride * static_cast<int64_t>(sizeof(XBlock));
-  Ints products[kRows], more[kRows];
-#pragma GCC unroll 8
-  for (int b = 0; b < kRows; ++b) {
-    const XBlock& columns = x[b * x_stride];
-    const int32_t low = kHasHalves ? columns.minus_8_low : columns.minus_8;
-    products[b] = broadcast_shifted<kShift>(kHasOffset ? low : 0);
-    if constexpr (kHasHalves) {
-      more[b] = broadcast_shifted<kShift>(kHasOffset ? columns.minus_8 - low : 0);
-    }
-  }
-  dot<kHasHalves ? 4 : 8, kRows>(q, x->q, bytes, ahead, products);
-  if constexpr (kHasHalves) {
-    dot<4, kRows>(q + 4, x->q + 16, bytes, ahead.from(4), more);
-  }
-#pragma GCC unroll 8
-  for (int b = 0; b < kRows; ++b) {
-    const XBlock& columns = x[b * x_stride];
-    const Vec x_scale = broadcast(columns.scale);
-    totals[b] = fma(to_vec(products[b]), scales.scale[0] * x_scale, totals[b]);
-    if constexpr (kHasHalves) {
-      totals[b] = fma(to_vec(more[b]), scales.scale[1] * x_scale, totals[b]);
-    }
-    totals[b] = add_minima<kFormat>(scales.minimum, columns, totals[b]);
-  }
-}
-
-// The same for as many rows as the registers hold totals of.
-template <BlockFormat kFormat, int kBatch, typename Ahead>
-[[gnu::always_inline]] inline void multiply_block(const Bytes* q, const LaneScales& scales,
-                                                  const XBlock* x, int64_t x_stride, Ahead ahead,
-                                                  Vec* totals) {
-  constexpr int kMax = has_halves(kFormat) ? 1 : kRowsAbreast;
-  constexpr int kRows = kBatch < kMax ? kBatch : kMax;
-  multiply_abreast<kFormat, kRows>(q, scales, x, x_stride, ahead, totals);
-  if constexpr (kBatch > kRows) {
-    multiply_block<kFormat, kBatch - kRows>(q, scales, x + kRows * x_stride, x_stride,
-                                            Ahead{nullptr}, totals + kRows);
-  }
-}
-
-// sums: [kBatch, kWidth] with row stride `stride`, for kWidth rows of a panel and kBatch rows of x.
-// `ahead`: what to prefetch meanwhile, with kNear into the first-level cache; may be null. A
-// separate function, so that the compiler keeps the sums in registers.
+// sums: [kBatch, kWidth] with row stride `stride`, for kWidth rows of a panel and kBatch rows of x,
+// which take turns. `ahead`: what to prefetch meanwhile, with kNear into the first-level cache; may
+// be null. A separate function, so that the compiler keeps the sums in registers.
 template <BlockFormat kFormat, int kBatch, bool kNear>
-[[gnu::noinline]] void multiply_part(const PanelPart& part, const XBlock* x, int64_t x_stride,
-                                     const uint8_t* ahead, float* sums, int64_t stride) {
+[[gnu::noinline]] void multiply_part(const PanelPart& part, XRows<kFormat> x, const uint8_t* ahead,
+                                     float* sums, int64_t stride) {
   using Ahead = BlockAhead<kFormat, kNear>;
   constexpr BlockTraits kTraits = traits_of(kFormat);
+  // From 8 times the sum of x to the multiple for the offset.
+  constexpr int kShift = quant_bits(kFormat) - 4;
   Vec totals[kBatch];
 #pragma GCC unroll 8
   for (int b = 0; b < kBatch; ++b) totals[b] = zero();
   const uint8_t *quants = part.quants, *high_bits = part.high_bits;
   const int64_t num_blocks = part.num_blocks;
-  for (int64_t i = 0; i < num_blocks; ++i, ++x) {
+  for (int64_t i = 0; i < num_blocks; ++i, ++x.first) {
     Bytes q[8];
     unpack<kFormat>(quants, high_bits, q);
     quants += kTraits.quants;
     high_bits += kTraits.high_bits;
-    const LaneScales scales = scales_of<kFormat>(part, i);
-    multiply_block<kFormat, kBatch>(q, scales, x, x_stride, Ahead{ahead}, totals);
+    const LaneScales scales = scales_of<kFormat>(part.scales + i * kTraits.scales);
+    Ints products[kBatch];
+#pragma GCC unroll 8
+    for (int b = 0; b < kBatch; ++b) {
+      products[b] = broadcast_shifted<kShift>(has_minima(kFormat) ? 0 : x[b].minus_8);
+    }
+    dot<8, kBatch>(q, x.first->q, x.stride, Ahead{ahead}, products);
+#pragma GCC unroll 8
+    for (int b = 0; b < kBatch; ++b) {
+      totals[b] = fma(to_vec(products[b]), scales.scale * broadcast(x[b].scale), totals[b]);
+      totals[b] = add_minima<kFormat>(scales.minimum, x[b], totals[b]);
+    }
     if (ahead) ahead += bytes_of_block(kFormat);
   }
 #pragma GCC unroll 8
   for (int b = 0; b < kBatch; ++b) store(sums + b * stride, totals[b]);
+}
+
+// The same for formats with sub-scales; see multiply_two_parts.
+template <BlockFormat kFormat, int kBatch, bool kNear>
+  requires(has_sub_scales(kFormat))
+[[gnu::noinline]] void multiply_part(const PanelPart& part, XRows<kFormat> x, const uint8_t* ahead,
+                                     float* sums, int64_t stride) {
+  using Ahead = BlockAhead<kFormat, kNear>;
+  constexpr BlockTraits kTraits = traits_of(kFormat);
+  constexpr int kGroups = DotOf<kFormat>::kGroups;
+  for (int b = 0; b < kBatch; ++b) store(sums + b * stride, zero());
+  const uint8_t *quants = part.quants, *high_bits = part.high_bits, *sub_scales = part.sub_scales;
+  const int64_t num_blocks = part.num_blocks * kBlockColumns / kSuperColumns;
+  for (int64_t i = 0; i < num_blocks; ++i, ++x.first) {
+    Ints exact[kBatch];
+#pragma GCC unroll 8
+    for (int b = 0; b < kBatch; ++b) exact[b] = broadcast_shifted<0>(0);
+    const int8_t* q_of_x = x.first->q;
+#pragma GCC unroll 1
+    for (int block = 0; block < kSuperColumns / kBlockColumns; ++block, q_of_x += kBlockColumns) {
+      Bytes q[8];
+      unpack<kFormat>(quants, high_bits, q);
+      quants += kTraits.quants;
+      high_bits += kTraits.high_bits;
+      Ints factors[2];
+      sub_scales_of<kFormat>(sub_scales + block * kTraits.sub_scales, factors);
+#pragma GCC unroll 2
+      for (int g = 0; g < 8; g += kGroups) {
+        Ints products[kBatch];
+#pragma GCC unroll 8
+        for (int b = 0; b < kBatch; ++b) products[b] = broadcast_shifted<0>(0);
+        dot<kGroups, kBatch>(q + g, q_of_x + 4 * g, x.stride, Ahead{ahead}.from(g), products);
+#pragma GCC unroll 8
+        for (int b = 0; b < kBatch; ++b) {
+          exact[b] = add_scaled(exact[b], products[b], factors[g / kGroups]);
+        }
+      }
+      if (ahead) ahead += bytes_of_block(kFormat);
+    }
+    const LaneScales scales = scales_of<kFormat>(part.scales + i * kTraits.scales);
+    add_super_block<kFormat, kBatch, false>(sub_scales, scales, x, exact, sums, stride);
+    sub_scales += kSuperColumns / kBlockColumns * kTraits.sub_scales;
+  }
 }
 
 // Multiplies at most kBatch rows of x from b on; returns how many.
@@ -270,7 +371,7 @@ int64_t multiply_batch(const PanelProduct& product, const PanelPart& panel, int6
   const auto multiply_into = [&](float* sums, int64_t stride) {
     for (int64_t lane = 0; lane < kPanelRows; lane += kWidth) {
       multiply_part<kFormat, kBatch, kNear>(
-          panel.from(lane), product.x + b * product.x_stride, product.x_stride,
+          panel.from(lane), XRows<kFormat>(product, b),
           b == 0 && lane == 0 ? product.ahead : nullptr, sums + lane, stride);
     }
   };

@@ -2,6 +2,8 @@
 // before the weight is read; x itself is not read afterwards.
 #pragma once
 
+#include <type_traits>
+
 #include "panel_gemm.h"
 #include "rms_norm.h"
 #include "scratch.h"
@@ -9,14 +11,24 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
+// Elements from one packed row of n columns to the next; tables: of a packed weight.
+template <typename W>
+inline int64_t packed_stride(int64_t n, const Tables& tables) {
+  if constexpr (std::is_same_v<W, Panel>) {
+    return x_stride_of(tables, n);
+  } else {
+    return packed_stride<W>(n);
+  }
+}
+
 // Rows of T, packed for a weight of W.
 template <typename T, typename W>
 class PackedRows {
  public:
   // x: [num_rows, n], row stride x_stride; norm_weight: [n], may be null.
   PackedRows(const T* x, int64_t x_stride, int64_t num_rows, int64_t n, const T* norm_weight,
-             float eps, const Parallel& parallel)
-      : stride_(packed_stride<W>(n)), rows_(rows_held<W>(num_rows) * stride_) {
+             float eps, const Tables& tables, const Parallel& parallel)
+      : stride_(packed_stride<W>(n, tables)), rows_(rows_held<W>(num_rows) * stride_) {
     clear_rows<W>(num_rows, rows_held<W>(num_rows), stride_, rows_.data());
     // A row is read and written a few times over.
     const int64_t grain = ceil_div(parallel.bytes_per_range, 4 * n * sizeof(float));

@@ -1,6 +1,8 @@
 // A panel block by block: its quants as bytes, its scales as floats.
 #pragma once
 
+#include <type_traits>
+
 #include "panel_gemm.h"
 #include "panel_lanes.h"
 
@@ -53,10 +55,10 @@ template <BlockFormat kFormat>
   unpack_two<kFormat, 3>(quants, high_bits, q + 6);
 }
 
-// The scales of kWidth rows' next block: w = quant * scale + minimum, for all columns, or for the
-// first and the last 16.
+// The scales of kWidth rows' next block, or super-block: w = quant * scale + minimum, both times
+// the sub-scales where there are any.
 struct LaneScales {
-  Vec scale[2], minimum[2];
+  Vec scale, minimum;
 };
 
 // Bytes of a panel's block, all planes together.
@@ -102,43 +104,89 @@ inline PanelPart whole_panel(const uint8_t* panel, BlockFormat format, int64_t c
           num_blocks, bytes_of_block(format)};
 }
 
+// scales: of the block
 template <BlockFormat kFormat>
-[[gnu::always_inline]] inline LaneScales scales_of(const PanelPart& part, int64_t block) {
-  constexpr BlockTraits kTraits = traits_of(kFormat);
-  const uint8_t* scales = part.scales + block / (kTraits.columns / kBlockColumns) * kTraits.scales;
-  const uint8_t* sub = part.sub_scales + block * kTraits.sub_scales;
+[[gnu::always_inline]] inline LaneScales scales_of(const uint8_t* scales) {
   if constexpr (kFormat == BlockFormat::kMXFP4) {
-    return {{load(reinterpret_cast<const BFloat16*>(scales))}, {}};
+    return {load(reinterpret_cast<const BFloat16*>(scales)), zero()};
   }
-  const Vec scale = load_half(scales);
+  if constexpr (!has_minima(kFormat)) return {load_half(scales), zero()};
+  const Vec minimum = load_half(scales + 2 * kPanelRows);
+  return {load_half(scales), has_sub_scales(kFormat) ? zero() - minimum : minimum};
+}
+
+// The sub-scales of 32 columns, or of the first and of the last 16. sub: of the block of 32.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline void sub_scales_of(const uint8_t* sub, Ints* scales) {
   if constexpr (kFormat == BlockFormat::kQ2_K) {
-    const Vec minimum = load_half(scales + 2 * kPanelRows);
-    const uint8_t* last = sub + kPanelRows;
-    return {{scale * load_unsigned<0, 15>(sub), scale * load_unsigned<0, 15>(last)},
-            {zero() - minimum * load_unsigned<4>(sub), zero() - minimum * load_unsigned<4>(last)}};
-  } else if constexpr (has_minima(kFormat) && kTraits.sub_scales > 0) {
-    return {{scale * load_unsigned(sub)},
-            {zero() - load_half(scales + 2 * kPanelRows) * load_unsigned(sub + kPanelRows)}};
+    scales[0] = load_unsigned<0, 15>(sub);
+    scales[1] = load_unsigned<0, 15>(sub + kPanelRows);
   } else if constexpr (has_minima(kFormat)) {
-    return {{scale}, {load_half(scales + 2 * kPanelRows)}};
-  } else if constexpr (has_halves(kFormat)) {
-    return {{scale * load_signed(sub), scale * load_signed(sub + kPanelRows)}, {}};
-  } else if constexpr (kTraits.sub_scales > 0) {
-    return {{scale * load_signed(sub)}, {}};
+    scales[0] = load_unsigned(sub);
   } else {
-    return {{scale}, {}};
+    scales[0] = load_signed(sub);
+    if constexpr (has_halves(kFormat)) scales[1] = load_signed(sub + kPanelRows);
   }
 }
 
-// Adds a row of x times the minima, in float32 after all products of the block.
+// Sums of x are multiplied with these: with minima, or with sub-scales times the quants' offset.
+// Two neighbouring parts of columns are a pair, of which a super-block has kNumPairs.
 template <BlockFormat kFormat>
-[[gnu::always_inline]] inline Vec add_minima(const Vec (&minimum)[2], const XBlock& x, Vec total) {
-  if constexpr (has_minima(kFormat) && has_halves(kFormat)) {
-    total = fma(minimum[0], broadcast(scaled_sum_of(x, x.minus_8_low)), total);
-    return fma(minimum[1], broadcast(scaled_sum_of(x, x.minus_8 - x.minus_8_low)), total);
+constexpr int kNumPairs = has_halves(kFormat) ? 8 : 4;
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline Ints sum_factors(const uint8_t* sub_scales, int i) {
+  constexpr int64_t kBytes = traits_of(kFormat).sub_scales;
+  if constexpr (kFormat == BlockFormat::kQ2_K) {
+    const uint8_t* sub = sub_scales + i * kBytes;
+    return pairs_of(load_unsigned<4>(sub), load_unsigned<4>(sub + kPanelRows));
   } else if constexpr (has_minima(kFormat)) {
-    return fma(minimum[0], broadcast(x.scaled_sum), total);
+    const uint8_t* minima = sub_scales + 2 * i * kBytes + kPanelRows;
+    return pairs_of(load_unsigned(minima), load_unsigned(minima + kBytes));
+  } else {
+    constexpr int64_t kNext = has_halves(kFormat) ? kPanelRows : kBytes;
+    const uint8_t* sub = sub_scales + (has_halves(kFormat) ? i : 2 * i) * kBytes;
+    return scaled_pairs(pairs_of(load_signed(sub), load_signed(sub + kNext)),
+                        -quant_offset(kFormat));
   }
+}
+// Rows of x as a format multiplies them, from a block on.
+template <BlockFormat kFormat>
+struct XRows {
+  using X = std::conditional_t<has_sub_scales(kFormat), XSuperBlock, XBlock>;
+  const X* first;
+  int64_t stride;  // bytes
+
+  XRows(const PanelProduct& product, int64_t b)
+      : first(x_blocks<X>(product.x + b * product.x_stride, product.x_stride, product.columns)),
+        stride(product.x_stride) {}
+  const X& operator[](int64_t b) const { return *from(b).first; }
+  [[gnu::always_inline]] XRows from(int64_t b) const {
+    return {reinterpret_cast<const X*>(reinterpret_cast<const uint8_t*>(first) + b * stride),
+            stride};
+  }
+  XRows at(int64_t block) const { return {first + block, stride}; }
+
+ private:
+  XRows(const X* x, int64_t x_stride) : first(x), stride(x_stride) {}
+};
+
+// Adds a super-block's products to a total: the sums of quants, without their offset, times
+// sub-scales, and of minima where there are any. The sums are whole numbers that become floats
+// once: no order of summing them, nor matrix tiles, change the total.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline Vec add_exact(Ints quants, Ints minima, const LaneScales& scales,
+                                            Vec x_scale, Vec total) {
+  total = fma(to_vec(quants), scales.scale * x_scale, total);
+  if constexpr (has_minima(kFormat)) {
+    total = fma(to_vec(minima), scales.minimum * x_scale, total);
+  }
+  return total;
+}
+
+// Adds a row of x times the minima of a block of 32 columns, in float32.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline Vec add_minima(Vec minimum, const XBlock& x, Vec total) {
+  if constexpr (has_minima(kFormat)) return fma(minimum, broadcast(x.scaled_sum), total);
   return total;
 }
 

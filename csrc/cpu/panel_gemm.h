@@ -1,20 +1,16 @@
 // out[b, r] = sum_k x[b, k] * w[r, k] for packed weights (eecore/packed_weight.h): a panel's rows
 // are the lanes of a vector, so that no sum runs across a vector.
 //
-// x is quantised to 8 bits, with a scale for each 32 columns. Products within such a block are
-// summed as exact integers, and blocks in float32 in ascending order: a result depends only on its
-// row of x and its row of the weight. A block that holds NaN or infinity makes its whole row NaN.
+// x is quantised to 8 bits, with a scale for each block of the weight's format: 32 columns, or the
+// 256 of a super-block. Products within a block, in a super-block times the sub-scales, are summed
+// as exact integers, and blocks in float32 in ascending order: a result depends only on its row of
+// x and its row of the weight. A block that holds NaN or infinity makes its whole row NaN.
 #pragma once
 
 #include "skinny_gemm.h"
 #include "tile_unit.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
-
-// The scaled sum of the columns whose sum times -8 is given, exactly as for all columns.
-inline float scaled_sum_of(const XBlock& x, int32_t minus_8) {
-  return x.scale * (static_cast<float>(minus_8) * -0.125f);
-}
 
 // The factors to and from whole numbers, for a block whose largest magnitude has these bits.
 struct BlockScale {
@@ -28,66 +24,66 @@ inline BlockScale block_scale(uint32_t largest) {
   if (bound < 1.17549435e-36f) return {0.0f, 0.0f};
   return {127.0f / bound, bound / 127.0f};
 }
-inline void set_scale(float scale, int32_t low, int32_t high, XBlock* out) {
-  out->scale = scale;
-  out->scaled_sum = scale * static_cast<float>(low + high);
-  out->minus_8 = -8 * (low + high);
-  out->minus_8_low = -8 * low;
-}
+
+// The sums of the first and the last 16 of 32 whole numbers.
+struct HalfSums {
+  int32_t low, high;
+};
 
 #if defined(__AVX2__)
 
-// 32 columns as whole numbers.
-inline void set_block(__m256i q, float scale, XBlock* out) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q), q);
+inline HalfSums sums_of(__m256i q) {
   // As unsigned bytes, with 128 added to each, they are summed eight at a time.
   const __m256i sums =
       _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
   const __m256i pairs = _mm256_add_epi64(sums, _mm256_bsrli_epi128(sums, 8));
   constexpr int32_t kAdded = 128 * kBlockColumns / 2;
-  set_scale(scale, _mm_cvtsi128_si32(_mm256_castsi256_si128(pairs)) - kAdded,
-            _mm_cvtsi128_si32(_mm256_extracti128_si256(pairs, 1)) - kAdded, out);
+  return {_mm_cvtsi128_si32(_mm256_castsi256_si128(pairs)) - kAdded,
+          _mm_cvtsi128_si32(_mm256_extracti128_si256(pairs, 1)) - kAdded};
 }
 
 #endif
 
+// largest_of: the bits of the largest magnitude of v: [32].
+// quantise: v * to_q to nearest even as q: [32], zeros where to_q is 0.
 #if defined(__AVX512F__)
 
-// v: [32]
-inline void quantise_block(const float* v, XBlock* out) {
-  const __m512 first = _mm512_loadu_ps(v), second = _mm512_loadu_ps(v + 16);
+inline uint32_t largest_of(const float* v) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  const __m512i larger = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(first), magnitude),
-                                          _mm512_and_si512(_mm512_castps_si512(second), magnitude));
-  const BlockScale scale = block_scale(_mm512_reduce_max_epu32(larger));
-  const __m512 to_q = _mm512_set1_ps(scale.to_q);
-  const __mmask16 usable = scale.to_q > 0.0f ? 0xffff : 0;
-  const __m512i low = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, first, to_q));
-  const __m512i high = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, second, to_q));
-  const __m256i q = _mm256_set_m128i(_mm512_cvtepi32_epi8(high), _mm512_cvtepi32_epi8(low));
-  set_block(q, scale.scale, out);
+  return _mm512_reduce_max_epu32(
+      _mm512_max_epu32(_mm512_and_si512(_mm512_loadu_si512(v), magnitude),
+                       _mm512_and_si512(_mm512_loadu_si512(v + 16), magnitude)));
+}
+inline HalfSums quantise(const float* v, float to_q, int8_t* out) {
+  const __mmask16 usable = to_q > 0.0f ? 0xffff : 0;
+  const auto whole = [&](const float* p) {
+    return _mm512_cvtepi32_epi8(
+        _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, _mm512_loadu_ps(p), _mm512_set1_ps(to_q))));
+  };
+  const __m256i q = _mm256_set_m128i(whole(v + 16), whole(v));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), q);
+  return sums_of(q);
 }
 
 #elif defined(__AVX2__)
 
-// v: [32]
-inline void quantise_block(const float* v, XBlock* out) {
-  __m256i bits[4];
+inline uint32_t largest_of(const float* v) {
   __m256i larger = _mm256_setzero_si256();
   for (int i = 0; i < 4; ++i) {
-    bits[i] = _mm256_castps_si256(_mm256_loadu_ps(v + 8 * i));
-    larger = _mm256_max_epu32(larger, _mm256_and_si256(bits[i], _mm256_set1_epi32(0x7fffffff)));
+    const __m256i bits = _mm256_castps_si256(_mm256_loadu_ps(v + 8 * i));
+    larger = _mm256_max_epu32(larger, _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
   }
   __m128i most = _mm_max_epu32(_mm256_castsi256_si128(larger), _mm256_extracti128_si256(larger, 1));
   most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4e));
   most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xb1));
-  const BlockScale scale = block_scale(static_cast<uint32_t>(_mm_cvtsi128_si32(most)));
-  const __m256 to_q = _mm256_set1_ps(scale.to_q);
-  const __m256i usable = _mm256_set1_epi32(scale.to_q > 0.0f ? -1 : 0);
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
+}
+inline HalfSums quantise(const float* v, float to_q, int8_t* out) {
+  const __m256 usable = _mm256_castsi256_ps(_mm256_set1_epi32(to_q > 0.0f ? -1 : 0));
   __m256i whole[4];
   for (int i = 0; i < 4; ++i) {
-    const __m256 value = _mm256_castsi256_ps(_mm256_and_si256(bits[i], usable));
-    whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(value, to_q));  // to nearest even
+    const __m256 value = _mm256_and_ps(_mm256_loadu_ps(v + 8 * i), usable);
+    whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(value, _mm256_set1_ps(to_q)));
   }
   // Each instruction packs within halves: four elements of each of the eight vectors' halves
   // alternate.
@@ -95,13 +91,13 @@ inline void quantise_block(const float* v, XBlock* out) {
       _mm256_permutevar8x32_epi32(_mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]),
                                                      _mm256_packs_epi32(whole[2], whole[3])),
                                   _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-  set_block(q, scale.scale, out);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), q);
+  return sums_of(q);
 }
 
 #else
 
-// v: [32]
-inline void quantise_block(const float* v, XBlock* out) {
+inline uint32_t largest_of(const float* v) {
   uint32_t largest = 0;
   for (int i = 0; i < kBlockColumns; ++i) {
     uint32_t bits;
@@ -109,20 +105,47 @@ inline void quantise_block(const float* v, XBlock* out) {
     bits &= 0x7fffffffu;
     largest = bits > largest ? bits : largest;
   }
-  const BlockScale scale = block_scale(largest);
-  int32_t low = 0, high = 0;
-  int32_t whole[kBlockColumns];
+  return largest;
+}
+inline HalfSums quantise(const float* v, float to_q, int8_t* out) {
+  HalfSums sums{};
   for (int i = 0; i < kBlockColumns; ++i) {
-    const float value = scale.to_q > 0.0f ? v[i] * scale.to_q : 0.0f;
-    whole[i] = static_cast<int32_t>((value + 12582912.0f) - 12582912.0f);  // to nearest even
+    const float value = to_q > 0.0f ? v[i] * to_q : 0.0f;
+    const auto whole = static_cast<int32_t>((value + 12582912.0f) - 12582912.0f);
+    out[i] = static_cast<int8_t>(whole);
+    (i < kBlockColumns / 2 ? sums.low : sums.high) += whole;
   }
-  for (int i = 0; i < kBlockColumns; ++i) out->q[i] = static_cast<int8_t>(whole[i]);
-  for (int i = 0; i < kBlockColumns / 2; ++i) low += whole[i];
-  for (int i = kBlockColumns / 2; i < kBlockColumns; ++i) high += whole[i];
-  set_scale(scale.scale, low, high, out);
+  return sums;
 }
 
 #endif
+
+// v: [32]
+inline void quantise_block(const float* v, XBlock* out) {
+  const BlockScale scale = block_scale(largest_of(v));
+  const HalfSums sums = quantise(v, scale.to_q, out->q);
+  out->scale = scale.scale;
+  out->scaled_sum = scale.scale * static_cast<float>(sums.low + sums.high);
+  out->minus_8 = -8 * (sums.low + sums.high);
+}
+// v: [256]
+inline void quantise_super_block(const float* v, XSuperBlock* out) {
+  constexpr int64_t kBlocks = kSuperColumns / kBlockColumns;
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < kBlocks; ++i) {
+    const uint32_t bits = largest_of(v + i * kBlockColumns);
+    largest = bits > largest ? bits : largest;
+  }
+  const BlockScale scale = block_scale(largest);
+  out->scale = scale.scale;
+  for (int64_t i = 0; i < kBlocks; ++i) {
+    const HalfSums sums =
+        quantise(v + i * kBlockColumns, scale.to_q, out->q + i * kBlockColumns);
+    out->half_sums[2 * i] = static_cast<int16_t>(sums.low);
+    out->half_sums[2 * i + 1] = static_cast<int16_t>(sums.high);
+    out->sums[i] = static_cast<int16_t>(sums.low + sums.high);
+  }
+}
 
 #if defined(__AVX512BF16__)
 
@@ -142,7 +165,7 @@ constexpr int64_t rows_of_tile(int64_t num_rows) {
 
 template <>
 struct Format<Panel> {
-  using PackedX = XBlock;
+  using PackedX = uint8_t;
 
   // Rows of memory that num_rows rows take: tiles may read past the last row.
   static constexpr int64_t held(int64_t num_rows) {
@@ -153,18 +176,56 @@ struct Format<Panel> {
     return num_rows;
   }
 
+  // stride: of the packed rows, which tells the blocks that they hold.
   template <typename T>
-  static void pack(const T* row, int64_t n, XBlock* x) {
-    for (int64_t k = 0; k < n; k += kBlockColumns) {
-      alignas(64) float values[kBlockColumns];
-      for (int i = 0; i < kBlockColumns; i += kWidth) store(values + i, load(row + k + i));
-      quantise_block(values, x + k / kBlockColumns);
+  static void pack(const T* row, int64_t n, int64_t stride, uint8_t* x) {
+    alignas(64) float values[kSuperColumns];
+    const auto load_into = [&](const T* columns, int64_t count) {
+      for (int64_t i = 0; i < count; i += kWidth) store(values + i, load(columns + i));
+    };
+    const XRowSizes sizes = x_row_sizes(n);
+    if (stride != sizes.super_blocks) {
+      auto* block = reinterpret_cast<XBlock*>(x);
+      for (int64_t k = 0; k < n; k += kBlockColumns) {
+        load_into(row + k, kBlockColumns);
+        quantise_block(values, block++);
+      }
+    }
+    if (stride != sizes.blocks) {
+      auto* block = reinterpret_cast<XSuperBlock*>(x + stride - sizes.super_blocks);
+      for (int64_t k = 0; k < n; k += kSuperColumns) {
+        load_into(row + k, kSuperColumns);
+        quantise_super_block(values, block++);
+      }
     }
   }
 };
-template <>
-inline int64_t packed_stride<Panel>(int64_t n) {
-  return n / kBlockColumns;
+
+// The blocks of a packed row of x of one kind.
+template <typename X>
+inline const X* x_blocks(const uint8_t* row, int64_t stride, int64_t columns) {
+  constexpr bool kIsSuper = sizeof(X) == sizeof(XSuperBlock);
+  const int64_t first = kIsSuper ? stride - x_row_sizes(columns).super_blocks : 0;
+  return reinterpret_cast<const X*>(row + first);
+}
+// The tables of a weight's rows: one, or one a layer.
+struct Tables {
+  const int64_t* first;
+  int64_t num_rows, count = 1, stride = 0;
+};
+// The bytes of a packed row of x that holds the blocks that a weight's formats multiply.
+inline int64_t x_stride_of(const Tables& tables, int64_t columns) {
+  uint32_t formats = 0, with_sub_scales = 0;
+  for (int64_t i = 0; i < tables.count; ++i) {
+    const int64_t* table = tables.first + i * tables.stride;
+    for (int64_t row = 0; row < tables.num_rows; ++row) formats |= 1u << (table[row] >> 4 & 15);
+  }
+  for (int i = 0; i < kNumBlockFormats; ++i) {
+    with_sub_scales |= has_sub_scales(static_cast<BlockFormat>(i)) ? 1u << i : 0;
+  }
+  const XRowSizes sizes = x_row_sizes(columns);
+  return (formats & ~with_sub_scales ? sizes.blocks : 0) +
+         (formats & with_sub_scales ? sizes.super_blocks : 0);
 }
 
 template <>
@@ -275,7 +336,7 @@ inline int64_t rows_together(const int64_t* table, int64_t lane, int64_t num_row
 // [num_batch, n packed]. Adjacent rows of a panel are multiplied together. `next`: the panel that
 // is read after these rows; may be null.
 inline void multiply(const Unit<Panel>& unit, const WeightRows<Panel>& w, int64_t num_rows,
-                     const XBlock* x, int64_t x_stride, int64_t num_batch, int64_t n,
+                     const uint8_t* x, int64_t x_stride, int64_t num_batch, int64_t n,
                      const Panel* next, float* out, int64_t out_stride) {
   const bool takes_two = unit.tiles == Tiles::kNone && num_batch >= kFewestOfTwoPanels;
   for (int64_t r = 0; r < num_rows;) {

@@ -59,7 +59,6 @@ inline Bytes high_nibbles(Bytes x) {
 template <int kShift>
 inline Ints broadcast_shifted(int32_t x) {
   const __m512i lanes = _mm512_set1_epi32(x);
-  if constexpr (kShift < 0) return {_mm512_srai_epi32(lanes, -kShift)};
   return {_mm512_slli_epi32(lanes, kShift)};
 }
 // Elements of a table of 16, by their places.
@@ -68,17 +67,33 @@ inline Bytes taken_from(const uint8_t* table, Bytes places) {
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), places.v)};
 }
 inline Vec to_vec(Ints x) { return {_mm512_cvtepi32_ps(x.v)}; }
-// The bits of kMask of bytes that are shifted right by kShift.
+// kWidth bytes, of which kMask is left after they are shifted right by kShift.
 template <int kShift = 0, int kMask = 255>
-inline Vec load_unsigned(const uint8_t* p) {
+inline Ints load_unsigned(const uint8_t* p) {
   __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   if constexpr (kShift > 0) bytes = _mm512_srli_epi32(bytes, kShift);
   if constexpr (kMask < 255) bytes = _mm512_and_si512(bytes, _mm512_set1_epi32(kMask));
-  return {_mm512_cvtepi32_ps(bytes)};
+  return {bytes};
 }
-inline Vec load_signed(const uint8_t* p) {
-  return {_mm512_cvtepi32_ps(
-      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+inline Ints load_signed(const uint8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+// sums + x * factors
+inline Ints add_scaled(Ints sums, Ints x, Ints factors) {
+  return {_mm512_add_epi32(sums.v, _mm512_mullo_epi32(x.v, factors.v))};
+}
+// The lower halves of a and b, b's above a's.
+inline Ints pairs_of(Ints a, Ints b) {
+  return {_mm512_mask_blend_epi16(0xaaaaaaaau, a.v, _mm512_slli_epi32(b.v, 16))};
+}
+inline Ints scaled_pairs(Ints pairs, int16_t by) {
+  return {_mm512_mullo_epi16(pairs.v, _mm512_set1_epi16(by))};
+}
+// sums + both products of each pair with x: [2]
+inline Ints add_pairs(Ints sums, Ints pairs, const int16_t* x) {
+  int32_t both;
+  __builtin_memcpy(&both, x, 4);
+  return {_mm512_dpwssd_epi32(sums.v, pairs.v, _mm512_set1_epi32(both))};
 }
 inline Vec load_half(const uint8_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
@@ -136,7 +151,6 @@ inline Bytes high_nibbles(Bytes x) {
 template <int kShift>
 inline Ints broadcast_shifted(int32_t x) {
   const __m256i lanes = _mm256_set1_epi32(x);
-  if constexpr (kShift < 0) return {_mm256_srai_epi32(lanes, -kShift)};
   return {_mm256_slli_epi32(lanes, kShift)};
 }
 inline Bytes taken_from(const uint8_t* table, Bytes places) {
@@ -145,15 +159,28 @@ inline Bytes taken_from(const uint8_t* table, Bytes places) {
 }
 inline Vec to_vec(Ints x) { return {_mm256_cvtepi32_ps(x.v)}; }
 template <int kShift = 0, int kMask = 255>
-inline Vec load_unsigned(const uint8_t* p) {
+inline Ints load_unsigned(const uint8_t* p) {
   __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   if constexpr (kShift > 0) bytes = _mm256_srli_epi32(bytes, kShift);
   if constexpr (kMask < 255) bytes = _mm256_and_si256(bytes, _mm256_set1_epi32(kMask));
-  return {_mm256_cvtepi32_ps(bytes)};
+  return {bytes};
 }
-inline Vec load_signed(const uint8_t* p) {
-  return {_mm256_cvtepi32_ps(
-      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+inline Ints load_signed(const uint8_t* p) {
+  return {_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))};
+}
+inline Ints add_scaled(Ints sums, Ints x, Ints factors) {
+  return {_mm256_add_epi32(sums.v, _mm256_mullo_epi32(x.v, factors.v))};
+}
+inline Ints pairs_of(Ints a, Ints b) {
+  return {_mm256_blend_epi16(a.v, _mm256_slli_epi32(b.v, 16), 0xaa)};
+}
+inline Ints scaled_pairs(Ints pairs, int16_t by) {
+  return {_mm256_mullo_epi16(pairs.v, _mm256_set1_epi16(by))};
+}
+inline Ints add_pairs(Ints sums, Ints pairs, const int16_t* x) {
+  int32_t both;
+  __builtin_memcpy(&both, x, 4);
+  return {_mm256_add_epi32(sums.v, _mm256_madd_epi16(pairs.v, _mm256_set1_epi32(both)))};
 }
 inline Vec load_half(const uint8_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
@@ -170,10 +197,11 @@ inline Ints add_products(Ints sums, Bytes w, Bytes columns) {
 
 #else
 
-// Pairs of products are summed in 16 bits over as many groups as certainly fit. Where not even one
-// does, 128 is subtracted from the weights, and their signs are moved to x. With half as many
-// registers as AVX-512 there is no room for sums of many rows: one row takes all groups at a time.
-template <int kGroups_, int kBits>
+// Pairs of products are summed in 16 bits over as many groups as certainly fit, and multiplied with
+// a part's scale when they become sums of 32 bits. Where not even one group fits, 128 is subtracted
+// from the weights, and their signs are moved to x. With half as many registers as AVX-512 there is
+// no room for sums of many rows: one row takes all groups at a time.
+template <int kGroups_, int kBits, bool kScaled>
 struct PanelDot {
   static constexpr int kGroups = kGroups_;
   static constexpr int kFit = 32767 / (2 * 127 * ((1 << kBits) - 1));
@@ -185,26 +213,33 @@ struct PanelDot {
   static constexpr int kRun = kFit < kGroups ? kFit : kGroups;
   __m256i pairs, sums;
 
+  static Ints factors(Ints scales) { return pairs_of(scales, scales); }
+  static Ints ones() { return {_mm256_set1_epi16(1)}; }
   void begin(int32_t) { sums = _mm256_setzero_si256(); }
+  void begin_part() {}
   template <int kGroup>
-  void add(Bytes w, Bytes columns) {
-    const __m256i ones = _mm256_set1_epi16(1);
+  void add(Bytes w, Bytes columns, Ints factors) {
     if constexpr (kIsSigned) {
       const __m256i whole = _mm256_xor_si256(w.v, _mm256_set1_epi8(-128));
       const __m256i product =
           _mm256_maddubs_epi16(_mm256_abs_epi8(whole), _mm256_sign_epi8(columns.v, whole));
-      sums = _mm256_add_epi32(sums, _mm256_madd_epi16(product, ones));
+      sums = _mm256_add_epi32(sums, _mm256_madd_epi16(product, factors.v));
     } else {
       static_assert(kGroups % kRun == 0);
       const __m256i product = _mm256_maddubs_epi16(w.v, columns.v);
       pairs = kGroup % kRun == 0 ? product : _mm256_add_epi16(pairs, product);
       if constexpr (kGroup % kRun == kRun - 1) {
-        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, ones));
+        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, factors.v));
       }
     }
   }
+  void end_part(Ints) {}
   Ints total(int32_t offset) const {
-    return {_mm256_add_epi32(sums, broadcast_shifted<kBits - 4>(offset).v)};
+    if constexpr (kScaled) {
+      return {sums};
+    } else {
+      return {_mm256_add_epi32(sums, broadcast_shifted<kBits - 4>(offset).v)};
+    }
   }
 };
 
@@ -247,7 +282,7 @@ inline Bytes high_nibbles(Bytes x) {
 template <int kShift>
 inline Ints broadcast_shifted(int32_t x) {
   Ints r;
-  for (int32_t& lane : r.v) lane = kShift < 0 ? x >> (-kShift & 31) : x * (1 << (kShift & 31));
+  for (int32_t& lane : r.v) lane = x * (1 << kShift);
   return r;
 }
 inline Bytes taken_from(const uint8_t* table, Bytes places) {
@@ -260,15 +295,35 @@ inline Vec to_vec(const Ints& x) {
   return r;
 }
 template <int kShift = 0, int kMask = 255>
-inline Vec load_unsigned(const uint8_t* p) {
-  Vec r;
-  for (int i = 0; i < kWidth; ++i) r.v[i] = static_cast<float>(p[i] >> kShift & kMask);
+inline Ints load_unsigned(const uint8_t* p) {
+  Ints r;
+  for (int i = 0; i < kWidth; ++i) r.v[i] = p[i] >> kShift & kMask;
   return r;
 }
-inline Vec load_signed(const uint8_t* p) {
-  Vec r;
-  for (int i = 0; i < kWidth; ++i) r.v[i] = static_cast<float>(static_cast<int8_t>(p[i]));
+inline Ints load_signed(const uint8_t* p) {
+  Ints r;
+  for (int i = 0; i < kWidth; ++i) r.v[i] = static_cast<int8_t>(p[i]);
   return r;
+}
+inline Ints add_scaled(Ints sums, const Ints& x, const Ints& factors) {
+  for (int i = 0; i < kWidth; ++i) sums.v[i] += x.v[i] * factors.v[i];
+  return sums;
+}
+inline Ints pairs_of(Ints a, const Ints& b) {
+  for (int i = 0; i < kWidth; ++i) a.v[i] = (a.v[i] & 0xffff) | b.v[i] * 65536;
+  return a;
+}
+inline Ints scaled_pairs(Ints pairs, int16_t by) {
+  for (int32_t& both : pairs.v) {
+    both = ((static_cast<int16_t>(both) * by) & 0xffff) | (both >> 16) * by * 65536;
+  }
+  return pairs;
+}
+inline Ints add_pairs(Ints sums, const Ints& pairs, const int16_t* x) {
+  for (int i = 0; i < kWidth; ++i) {
+    sums.v[i] += static_cast<int16_t>(pairs.v[i]) * x[0] + (pairs.v[i] >> 16) * x[1];
+  }
+  return sums;
 }
 inline Vec load_half(const uint8_t* p) {
   Vec r;
@@ -280,9 +335,9 @@ constexpr auto sum_of() {
   if constexpr (kFits) return int16_t{0};
   if constexpr (!kFits) return int32_t{0};
 }
-// Byte by byte, in 16 bits where all groups certainly fit; the four bytes of a row are added up in
-// the end.
-template <int kGroups_, int kBits>
+// Byte by byte, in 16 bits where all groups of a part certainly fit; the four bytes of a row are
+// added up in the end.
+template <int kGroups_, int kBits, bool kScaled>
 struct PanelDot {
   static constexpr int kGroups = kGroups_;
   static constexpr bool kIsSigned = false;
@@ -291,24 +346,42 @@ struct PanelDot {
   static constexpr bool kFits = kGroups * 127 * ((1 << kBits) - 1) <= 32767;
   using Sum = decltype(sum_of<kFits>());
   Sum sums[kLaneBytes];
+  Ints totals;  // of all parts
 
+  static Ints factors(const Ints& scales) { return scales; }
+  static Ints ones() { return {}; }
   void begin(int32_t) {
+    totals = {};
+    begin_part();
+  }
+  void begin_part() {
     for (Sum& sum : sums) sum = 0;
   }
   template <int kGroup>
-  void add(const Bytes& w, const Bytes& columns) {
+  void add(const Bytes& w, const Bytes& columns, const Ints&) {
     for (int i = 0; i < kLaneBytes; ++i) {
       const int16_t x = static_cast<int8_t>(columns.v[i]);
       sums[i] = static_cast<Sum>(sums[i] + static_cast<int16_t>(w.v[i] * x));
     }
   }
-  Ints total(int32_t offset) const {
-    Ints r = broadcast_shifted<kBits - 4>(offset);
+  Ints part() const {
+    Ints r;
     for (int i = 0; i < kWidth; ++i) {
       const Sum* four = sums + 4 * i;
-      r.v[i] += four[0] + four[1] + four[2] + four[3];
+      r.v[i] = four[0] + four[1] + four[2] + four[3];
     }
     return r;
+  }
+  void end_part(const Ints& factors) { totals = add_scaled(totals, part(), factors); }
+  Ints total(int32_t offset) const {
+    if constexpr (kScaled) {
+      return totals;
+    } else {
+      Ints r = broadcast_shifted<kBits - 4>(offset);
+      const Ints products = part();
+      for (int i = 0; i < kWidth; ++i) r.v[i] += products.v[i];
+      return r;
+    }
   }
 };
 
@@ -316,28 +389,39 @@ struct PanelDot {
 
 #if defined(__AVX512VNNI__) || defined(EECORE_VNNI)
 
-// The products of one row of x with kGroups groups of columns of weights of kBits bits, group after
-// group, and the correction for the weights' offset, times x: `offset`, for 4 bits -8 times the sum
-// of x, doubled with each further bit, halved with each one less. kIsSigned: there is no offset.
-// kTakesTurns: a sum waits for its last product, and a core looks ahead to only few of them, so all
-// sums take one group before any takes the next; with few registers one row takes all groups.
-// kBatch: rows of x that are multiplied with two vectors of weights at once.
-template <int kGroups_, int kBits>
+// The products of one row of x with weights of kBits bits, in parts of kGroups groups of columns.
+// Without kScaled there is one part, and a correction for the weights' offset, times x: `offset`,
+// for 4 bits -8 times the sum of x, doubled with each further bit, halved with each one less. With
+// kScaled each part's sum is multiplied with factors, the parts' scales. kIsSigned: weights have no
+// offset. kTakesTurns: a sum waits for its last product, and a core looks ahead to only few of
+// them, so all sums take one group before any takes the next; with few registers one row takes all
+// groups. kBatch: rows of x that are multiplied with two vectors of weights at once.
+template <int kGroups_, int kBits, bool kScaled>
 struct PanelDot {
   static constexpr int kGroups = kGroups_;
   static constexpr bool kIsSigned = false;
   static constexpr bool kTakesTurns = kWidth == 16;
-  // Where halves of a block have sums of their own and registers are few, unpacking takes longer
-  // than moving sums to and from memory.
+  // Where parts are half a block and registers are few, unpacking takes longer than moving sums to
+  // and from memory.
   static constexpr int kBatch = kWidth == 8 && kGroups == 4 ? 8 : 5;
-  Ints sums;
+  Ints products, sums;
 
-  void begin(int32_t offset) { sums = broadcast_shifted<kBits - 4>(offset); }
-  template <int kGroup>
-  void add(Bytes w, Bytes columns) {
-    sums = add_products(sums, w, columns);
+  static Ints factors(Ints scales) { return scales; }
+  static Ints ones() { return broadcast_shifted<0>(1); }
+  void begin(int32_t offset) {
+    if constexpr (kScaled) {
+      sums = broadcast_shifted<0>(0);
+    } else {
+      products = broadcast_shifted<kBits - 4>(offset);
+    }
   }
-  Ints total(int32_t) const { return sums; }
+  void begin_part() { products = broadcast_shifted<0>(0); }
+  template <int kGroup>
+  void add(Bytes w, Bytes columns, Ints) {
+    products = add_products(products, w, columns);
+  }
+  void end_part(Ints factors) { sums = add_scaled(sums, products, factors); }
+  Ints total(int32_t) const { return kScaled ? sums : products; }
 };
 
 #endif

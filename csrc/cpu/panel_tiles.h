@@ -18,21 +18,17 @@ constexpr int64_t kStretch = 18;
 // sums.
 constexpr int64_t kDelay = 2, kWaiting = 4;
 
-// A block of a panel as a right factor, signed, and its scales. Where each half of the columns has
-// its own scale there is a factor for each half, with zeros for the other half.
+// A block of a panel as a right factor, signed, and its scales.
 template <BlockFormat kFormat>
 struct alignas(64) OpenBlock {
-  static constexpr bool kHasHalves = has_halves(kFormat);
-  static constexpr int kGap = kHasHalves ? 4 : 0;
-
-  uint8_t q[8 + kGap][kTileRowBytes];
-  float scale[2][kPanelRows], minimum[2][kPanelRows];
+  uint8_t q[8][kTileRowBytes];
+  float scale[kPanelRows], minimum[kPanelRows];
 };
 
 template <BlockFormat kFormat>
 struct TileRoom {
   OpenBlock<kFormat> blocks[kStretch];
-  alignas(64) int32_t sums[kWaiting][OpenBlock<kFormat>::kHasHalves ? 2 : 1][kTileSums];
+  alignas(64) int32_t sums[kWaiting][kTileSums];
   alignas(64) float totals[kTileBatch + kTileSide][kPanelRows];
 };
 
@@ -47,55 +43,36 @@ template <BlockFormat kFormat>
 #pragma GCC unroll 8
   for (int g = 0; g < 8; ++g) {
     if constexpr (!has_minima(kFormat)) q[g].v = _mm512_sub_epi8(q[g].v, offset);
-    _mm512_store_si512(out->q[g < 4 ? g : g + OpenBlock<kFormat>::kGap], q[g].v);
+    _mm512_store_si512(out->q[g], q[g].v);
   }
-  const LaneScales scales = scales_of<kFormat>(part, block);
-  for (int half = 0; half < 1 + OpenBlock<kFormat>::kHasHalves; ++half) {
-    store(out->scale[half], scales.scale[half]);
-    if constexpr (has_minima(kFormat)) store(out->minimum[half], scales.minimum[half]);
-  }
+  const LaneScales scales = scales_of<kFormat>(part.scales + block * kTraits.scales);
+  store(out->scale, scales.scale);
+  if constexpr (has_minima(kFormat)) store(out->minimum, scales.minimum);
 }
 
-// sums: [rows of x, kPanelRows], where there are halves for each half of the columns.
+// sums: [rows of x, kPanelRows]
 template <typename U, BlockFormat kFormat>
-[[gnu::always_inline]] inline void multiply_open(const OpenBlock<kFormat>& block, const XBlock* x,
-                                                 int64_t x_stride, int32_t (*sums)[kTileSums]) {
-  U::template load<kLeftTile>(x->q, x_stride * static_cast<int64_t>(sizeof(XBlock)));
+[[gnu::always_inline]] inline void multiply_open(const OpenBlock<kFormat>& block,
+                                                 const XRows<kFormat>& x, int32_t* sums) {
+  U::template load<kLeftTile>(x.first->q, x.stride);
   U::template load<kRightTile>(block.q[0], kTileRowBytes);
   U::template zero<0>();
   U::template multiply_bytes<0, kLeftTile, kRightTile>();
-  U::template store<0>(sums[0]);
-  if constexpr (OpenBlock<kFormat>::kHasHalves) {
-    U::template load<kRightTile>(block.q[4], kTileRowBytes);
-    U::template zero<1>();
-    U::template multiply_bytes<1, kLeftTile, kRightTile>();
-    U::template store<1>(sums[1]);
-  }
+  U::template store<0>(sums);
 }
 
 template <BlockFormat kFormat, int kRows>
-[[gnu::always_inline]] inline void add_sums(const OpenBlock<kFormat>& block,
-                                            const int32_t (*sums)[kTileSums], const XBlock* x,
-                                            int64_t x_stride, Vec* totals) {
-  const auto at = [&](int half, int b) {
-    return to_vec(Ints{_mm512_load_si512(sums[half] + b * kPanelRows)});
-  };
-  LaneScales scales;
-  for (int half = 0; half < 1 + OpenBlock<kFormat>::kHasHalves; ++half) {
-    scales.scale[half] = load(block.scale[half]);
-    if constexpr (has_minima(kFormat)) scales.minimum[half] = load(block.minimum[half]);
-  }
+[[gnu::always_inline]] inline void add_sums(const OpenBlock<kFormat>& block, const int32_t* sums,
+                                            XRows<kFormat> x, Vec* totals) {
+  const Vec scale = load(block.scale);
+  const Vec minimum = has_minima(kFormat) ? load(block.minimum) : zero();
 #pragma GCC unroll 16
-  for (int b = 0; b < kRows; ++b, x += x_stride) {
+  for (int b = 0; b < kRows; ++b, x = x.from(1)) {
     // One address that advances: the compiler would keep 16 of them, and spill to vector registers.
-    asm("" : "+r"(x));
-    const XBlock& columns = *x;
-    const Vec x_scale = broadcast(columns.scale);
-    totals[b] = fma(at(0, b), scales.scale[0] * x_scale, totals[b]);
-    if constexpr (OpenBlock<kFormat>::kHasHalves) {
-      totals[b] = fma(at(1, b), scales.scale[1] * x_scale, totals[b]);
-    }
-    totals[b] = add_minima<kFormat>(scales.minimum, columns, totals[b]);
+    asm("" : "+r"(x.first));
+    const Vec products = to_vec(Ints{_mm512_load_si512(sums + b * kPanelRows)});
+    totals[b] = fma(products, scale * broadcast(x.first->scale), totals[b]);
+    totals[b] = add_minima<kFormat>(minimum, *x.first, totals[b]);
   }
 }
 
@@ -104,9 +81,8 @@ template <BlockFormat kFormat, int kRows>
 // separate function, so that the compiler keeps the totals in registers.
 template <typename U, BlockFormat kFormat, int kRows, bool kOpens>
 [[gnu::noinline]] void multiply_stretch(TileRoom<kFormat>& room, const PanelPart& part,
-                                        int64_t begin, int64_t count, const XBlock* x,
-                                        int64_t x_stride, const uint8_t* ahead,
-                                        float (*sums)[kPanelRows]) {
+                                        int64_t begin, int64_t count, XRows<kFormat> x,
+                                        const uint8_t* ahead, float (*sums)[kPanelRows]) {
   Vec totals[kRows];
 #pragma GCC unroll 16
   for (int b = 0; b < kRows; ++b) totals[b] = load(sums[b]);
@@ -123,11 +99,11 @@ template <typename U, BlockFormat kFormat, int kRows, bool kOpens>
       open_block(part, begin + opened, &room.blocks[opened]);
     }
     if (multiplied >= 0 && multiplied < count) {
-      multiply_open<U>(room.blocks[multiplied], x + multiplied, x_stride,
-                       room.sums[multiplied % kWaiting]);
+      multiply_open<U>(room.blocks[multiplied], x.at(multiplied), room.sums[multiplied % kWaiting]);
     }
-    if (i >= 0)
-      add_sums<kFormat, kRows>(room.blocks[i], room.sums[i % kWaiting], x + i, x_stride, totals);
+    if (i >= 0) {
+      add_sums<kFormat, kRows>(room.blocks[i], room.sums[i % kWaiting], x.at(i), totals);
+    }
   }
 #pragma GCC unroll 16
   for (int b = 0; b < kRows; ++b) store(sums[b], totals[b]);
@@ -143,9 +119,6 @@ int64_t multiply_rows(const PanelProduct& product, const PanelPart& panel) {
   if (num_batch == 0) return 0;
   const int64_t num_tiles = ceil_div(num_batch, kRows), last = max_of(num_batch - kRows, 0);
   auto& room = kept_by_thread<TileRoom<kFormat>>();
-  if constexpr (OpenBlock<kFormat>::kHasHalves) {
-    for (auto& block : room.blocks) __builtin_memset(block.q[4], 0, 4 * kTileRowBytes);
-  }
   __builtin_memset(room.totals, 0,
                    sizeof(room.totals[0]) * static_cast<uint64_t>(num_tiles * kRows));
   const int64_t num_stretches = ceil_div(panel.num_blocks, kStretch);
@@ -153,14 +126,12 @@ int64_t multiply_rows(const PanelProduct& product, const PanelPart& panel) {
     const int64_t begin = stretch * panel.num_blocks / num_stretches;
     const int64_t count = (stretch + 1) * panel.num_blocks / num_stretches - begin;
     const uint8_t* ahead = product.ahead ? product.ahead + begin * panel.block_bytes : nullptr;
-    const XBlock* x = product.x + begin;
-    multiply_stretch<U, kFormat, kRows, true>(room, panel, begin, count, x, product.x_stride, ahead,
-                                              room.totals);
+    const XRows<kFormat> x = XRows<kFormat>(product, 0).at(begin);
+    multiply_stretch<U, kFormat, kRows, true>(room, panel, begin, count, x, ahead, room.totals);
     for (int64_t tile = 1; tile < num_tiles; ++tile) {
       const int64_t first = min_of(tile * kRows, last);
-      multiply_stretch<U, kFormat, kRows, false>(room, panel, begin, count,
-                                                 x + first * product.x_stride, product.x_stride,
-                                                 nullptr, room.totals + tile * kRows);
+      multiply_stretch<U, kFormat, kRows, false>(room, panel, begin, count, x.from(first), nullptr,
+                                                 room.totals + tile * kRows);
     }
   }
   for (int64_t b = 0; b < num_batch; ++b) {
@@ -172,8 +143,12 @@ int64_t multiply_rows(const PanelProduct& product, const PanelPart& panel) {
 
 template <typename U, BlockFormat kFormat>
 int64_t multiply_with_tiles(const PanelProduct& product, const PanelPart& panel) {
+  if constexpr (has_sub_scales(kFormat)) {
+    return 0;
+  } else {
   if (product.tile_rows == kFewInTile) return multiply_rows<U, kFormat, kFewInTile>(product, panel);
   return multiply_rows<U, kFormat, kTileSide>(product, panel);
+  }
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

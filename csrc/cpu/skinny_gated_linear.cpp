@@ -50,7 +50,7 @@ template <typename T, typename W>
 void run(const SkinnyGatedLinearParams& params, const Parallel& parallel) {
   const PackedRows<T, W> x(static_cast<const T*>(params.x), params.x_stride, params.num_tokens,
                            params.in_features, static_cast<const T*>(params.norm_weight),
-                           params.eps, parallel);
+                           params.eps, {params.weight_table, 2 * params.inner_size}, parallel);
   const int64_t row_bytes = 2 * params.in_features * static_cast<int64_t>(sizeof(W));
   parallel_for(parallel, params.inner_size, rows_per_range(parallel, row_bytes, params.num_tokens),
                [&](int64_t begin, int64_t end) { multiply_range<T, W>(params, x, begin, end); });

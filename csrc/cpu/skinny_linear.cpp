@@ -62,7 +62,7 @@ template <typename T, typename W>
 void run(const SkinnyLinearParams& params, const Parallel& parallel) {
   const PackedRows<T, W> x(static_cast<const T*>(params.x), params.x_stride, params.num_tokens,
                            params.in_features, static_cast<const T*>(params.norm_weight),
-                           params.eps, parallel);
+                           params.eps, {params.weight_table, params.out_features}, parallel);
   const int64_t row_bytes = params.in_features * static_cast<int64_t>(sizeof(W));
   parallel_for(parallel, params.out_features,
                rows_per_range(parallel, row_bytes, params.num_tokens),

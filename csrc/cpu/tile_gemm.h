@@ -18,6 +18,8 @@ inline void pack_row(const T* row, int64_t n, int64_t i, int64_t stride, PackedX
   if constexpr (requires { Format<W>::kGroup; }) {
     constexpr int64_t kGroup = Format<W>::kGroup;
     Format<W>::pack(row, n, i % kGroup, x + i / kGroup * kGroup * stride);
+  } else if constexpr (requires { Format<W>::pack(row, n, stride, x); }) {
+    Format<W>::pack(row, n, stride, x + i * stride);
   } else {
     Format<W>::pack(row, n, x + i * stride);
   }

@@ -25,20 +25,41 @@ struct Int8Product {
 };
 
 // 32 columns of a row of x: x = q * scale.
-struct XBlock {
+struct alignas(16) XBlock {
   float scale;
-  float scaled_sum;     // scale * the sum of q
-  int32_t minus_8;      // -8 times the sum of q
-  int32_t minus_8_low;  // for the first half of q
+  float scaled_sum;  // scale * the sum of q
+  int32_t minus_8;   // -8 times the sum of q
+  int32_t unused;
   int8_t q[kBlockColumns];
 };
+// The same for the 256 columns of a super-block, the unit of K formats.
+struct alignas(64) XSuperBlock {
+  float scale;
+  int32_t unused[3];
+  int16_t sums[8];        // of q, 32 columns each
+  int16_t half_sums[16];  // 16 columns each
+  int8_t q[kSuperColumns];
+};
+
+// A packed row of x holds the blocks that its weight's formats multiply: blocks of 32 columns,
+// super-blocks, or the former and then the latter. Its stride, in bytes, tells which. It is an odd
+// number of cache lines, so that the same columns of many rows do not share a set of the cache.
+struct XRowSizes {
+  int64_t blocks, super_blocks;  // bytes
+};
+constexpr XRowSizes x_row_sizes(int64_t columns) {
+  const auto odd_lines = [](int64_t bytes) { return ((bytes + 63) / 64 | 1) * 64; };
+  const int64_t super_blocks = columns / kSuperColumns * static_cast<int64_t>(sizeof(XSuperBlock));
+  return {odd_lines(columns / kBlockColumns * static_cast<int64_t>(sizeof(XBlock))),
+          columns % kSuperColumns == 0 ? odd_lines(super_blocks) : 0};
+}
 
 // Multiplies a panel's rows first..first + count with rows of x, into out[b * out_stride + r].
 struct PanelProduct {
   const uint8_t* panel;
   const uint8_t* second;  // a whole panel of the same format, the next one in out; or null
   int64_t columns, first, count;
-  const XBlock* x;  // row stride x_stride
+  const uint8_t* x;  // row stride x_stride, in bytes
   int64_t x_stride, num_batch;
   const uint8_t* ahead;  // what to prefetch meanwhile, as many bytes as the panel has; may be null
   float* out;

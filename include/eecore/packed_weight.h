@@ -46,6 +46,8 @@ constexpr int kNumBlockFormats = 13;
 constexpr int64_t kPanelRows = 16;
 // Columns that share a scale, or a sub-scale; half as many in Q6_K, Q3_K and Q2_K.
 constexpr int64_t kBlockColumns = 32;
+// Columns of a super-block, the block of formats with sub-scales.
+constexpr int64_t kSuperColumns = 256;
 
 // The contents of a format's blocks. Sizes in bytes.
 struct BlockTraits {
@@ -107,6 +109,9 @@ constexpr bool has_table(BlockFormat format) {
   return format == BlockFormat::kIQ4_NL || format == BlockFormat::kIQ4_XS ||
          format == BlockFormat::kMXFP4;
 }
+
+// Whether blocks are super-blocks, with whole numbers as scales of their parts.
+constexpr bool has_sub_scales(BlockFormat format) { return traits_of(format).sub_scales > 0; }
 
 // Bits of a quant in a panel's plane of quants.
 constexpr int low_bits(BlockFormat format) {
