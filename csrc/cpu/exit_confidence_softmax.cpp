@@ -125,16 +125,17 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
   const int64_t grain = ceil_div(65536, kTile * n);
   parallel_for(parallel, num_tiles, grain, [&](int64_t begin, int64_t end) {
     const Unit<W> unit(num_seqs);
+    const int64_t most = rows_at_once<W>(x.stride());
     const Scratch<float> logits(num_seqs * kTile);
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t first = tile * kTile, last = min_of(first + kTile, params.vocab_size);
       for (int64_t v = first; v < last; v += kTileRows) {
         const int64_t count = min_of(kTileRows, last - v);
-        for (int64_t row = 0; row < num_seqs; row += kTileBatch) {
-          const int64_t rows = min_of(kTileBatch, num_seqs - row);
+        for (int64_t row = 0; row < num_seqs; row += most) {
+          const int64_t rows = min_of(most, num_seqs - row);
           // The last block of rows prefetches; the earlier ones leave this part of the head in
           // cache.
-          const bool more = row + kTileBatch >= num_seqs && v + count < params.vocab_size;
+          const bool more = row + most >= num_seqs && v + count < params.vocab_size;
           multiply(unit, head.from(v), count, x.row(row), x.stride(), rows, n,
                    more ? head.row(v + count) : nullptr, &logits[row * kTile + v - first], kTile);
         }

@@ -226,20 +226,27 @@ inline int64_t items_of_heads(const KvFillParams& params) {
   return params.num_kv_heads + (params.norms_all_k ? 1 : params.num_kv_heads);
 }
 
+// Rows of a block.
+template <typename W>
+inline int64_t rows_of_block(const KvFillParams& params) {
+  return rows_at_once<W>(packed_stride<W>(params.hidden_size));
+}
+
 // Work items [begin, end) of the list (layer, block of rows, head).
 template <typename T, typename W>
 void fill_items(const KvFillParams& params, const Rows& rows, int64_t begin, int64_t end) {
   const int64_t num_heads = items_of_heads(params);
   const int64_t joined =
       2 * params.num_kv_heads - num_heads;  // heads that are not items of their own
-  Worker<T, W> worker(params, min_of(kTileBatch, params.num_tokens));
+  const int64_t most = rows_of_block<W>(params);
+  Worker<T, W> worker(params, min_of(most, params.num_tokens));
   int64_t item = begin, first = 0;
   for (int64_t layer = 0; layer < params.num_layers && item < end; ++layer) {
     const int64_t needed = rows.counts[layer];
-    for (int64_t row = 0; row < needed && item < end; row += kTileBatch, first += num_heads) {
+    for (int64_t row = 0; row < needed && item < end; row += most, first += num_heads) {
       if (item >= first + num_heads) continue;
       const int32_t* block = rows.order.data() + row;
-      const int64_t num_rows = min_of(kTileBatch, needed - row);
+      const int64_t num_rows = min_of(most, needed - row);
       worker.norm(layer, block, num_rows);
       for (; item < min_of(first + num_heads, end); ++item) {
         if (params.norms_all_k && item == first) {
@@ -255,9 +262,10 @@ void fill_items(const KvFillParams& params, const Rows& rows, int64_t begin, int
 template <typename T, typename W>
 void fill_layers(const KvFillParams& params, const Parallel& parallel) {
   const Rows rows(params);
+  const int64_t most = rows_of_block<W>(params);
   int64_t num_items = 0;
   for (int64_t layer = 0; layer < params.num_layers; ++layer) {
-    num_items += ceil_div(rows.counts[layer], kTileBatch) * items_of_heads(params);
+    num_items += ceil_div(rows.counts[layer], most) * items_of_heads(params);
   }
   // Each range norms its rows again, so it should hold many heads' work.
   const int64_t grain = ceil_div(65536, params.head_dim * params.hidden_size);

@@ -260,6 +260,8 @@ constexpr TileSizes panel_tiles(int64_t rows) {
 
 template <>
 struct Unit<Panel> {
+  // Whether a call takes many rows of x: on tiles it has as few as on vectors.
+  static bool uses_tiles() { return false; }
   explicit Unit(int64_t num_rows)
       : tiles(num_rows < kFewestInTile ? Tiles::kNone : tiles_in_use()),
         tile_rows(rows_of_tile(num_rows)) {
@@ -280,6 +282,7 @@ struct Unit<Panel> {
 
 template <>
 struct Unit<Panel> {
+  static bool uses_tiles() { return false; }
   explicit Unit(int64_t) {}
   static constexpr Tiles tiles = Tiles::kNone;
   static constexpr int64_t tile_rows = 0;

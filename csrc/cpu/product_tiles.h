@@ -29,14 +29,14 @@ struct Tile {
 template <typename W, typename Visit>
 inline void for_each_tile(int64_t begin, int64_t end, int64_t total, int64_t num_batch,
                           int64_t x_stride, const Visit& visit) {
-  const int64_t block = rows_in_cache<W>(x_stride);
+  const int64_t block = rows_in_cache<W>(x_stride), most = rows_at_once<W>(x_stride);
   for (int64_t first = 0; first < num_batch; first += block) {
     const int64_t stop = min_of(first + block, num_batch);
     const int64_t last = stop == num_batch ? total : end;
     for (int64_t row = begin; row < end; row += kTileRows) {
       const int64_t num_rows = min_of(kTileRows, end - row);
-      for (int64_t batch = first; batch < stop; batch += kTileBatch) {
-        const int64_t count = min_of(kTileBatch, stop - batch);
+      for (int64_t batch = first; batch < stop; batch += most) {
+        const int64_t count = min_of(most, stop - batch);
         const bool is_last = batch + count == stop && row + num_rows < last;
         visit(Tile{row, num_rows, batch, count, batch == first, is_last});
       }

@@ -29,7 +29,12 @@ void multiply_range(const SkinnyGatedLinearParams& params, const PackedRows<T, W
   const T* gate_bias = static_cast<const T*>(params.bias);
   const T* up_bias = gate_bias ? gate_bias + params.inner_size : nullptr;
   const Unit<W> unit(params.num_tokens);
-  float gates[kTileBatch][kTileRows], ups[kTileBatch][kTileRows];
+  struct Halves {
+    Products gates, ups;
+  };
+  auto& halves = kept_by_thread<Halves>();
+  auto& gates = halves.gates.row;
+  auto& ups = halves.ups.row;
   const int64_t total = params.inner_size;
   for_each_tile<W>(begin, end, total, params.num_tokens, x.stride(), [&](const Tile& tile) {
     const int64_t row = tile.row;

@@ -15,14 +15,18 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 constexpr int kRows = 4;
-// Rows of a weight and of x in one call of multiply.
+// Rows of a weight in one call of multiply; rows of x, with vectors and at most: matrix tiles take
+// many, so that a part of the weight that lies in the first-level cache is used often.
 constexpr int64_t kTileRows = 32;
 constexpr int64_t kTileBatch = 32;
+constexpr int64_t kMaxTileBatch = 256;
 // Bytes of x that stay in the first-level cache together with the weights; bytes of one row in a
 // chunk where x does not; bytes of x that stay in the second level while a weight passes by.
 constexpr int64_t kFirstLevelBytes = 26 << 10;
 constexpr int64_t kChunkBytes = 3 << 10;
 constexpr int64_t kSecondLevelBytes = 320 << 10;
+// The same on a CPU with matrix tiles: each has a second-level cache of 2 MiB.
+constexpr int64_t kSecondLevelBytesWithTiles = 1 << 20;
 
 // Columns of a chunk with num_batch rows of x.
 template <typename W>
@@ -37,8 +41,19 @@ inline int64_t chunk_of(int64_t num_batch, int64_t n) {
 template <typename W>
 inline int64_t rows_in_cache(int64_t x_stride) {
   const int64_t row_bytes = x_stride * static_cast<int64_t>(sizeof(PackedX<W>));
-  return max_of(kSecondLevelBytes / row_bytes / kTileBatch, 1) * kTileBatch;
+  const int64_t bytes = Unit<W>::uses_tiles() ? kSecondLevelBytesWithTiles : kSecondLevelBytes;
+  return max_of(bytes / row_bytes / kTileBatch, 1) * kTileBatch;
 }
+
+// Rows of x in one call of multiply, a multiple of kTileBatch, at most kMaxTileBatch.
+template <typename W>
+inline int64_t rows_at_once(int64_t x_stride) {
+  return Unit<W>::uses_tiles() ? min_of(rows_in_cache<W>(x_stride), kMaxTileBatch) : kTileBatch;
+}
+// The products of such a call. Kept by a thread: see scratch.h.
+struct Products {
+  float row[kMaxTileBatch][kTileRows];
+};
 
 // A block of a product: rows of w and of x, and columns of them.
 template <typename W>
@@ -177,8 +192,8 @@ struct alignas(64) WaitingSums {
 };
 
 // out[b, r]: [num_batch, num_rows] with row stride out_stride, from rows of w and packed x:
-// [num_batch, n packed], num_rows <= kTileRows, num_batch <= kTileBatch. `next`: the rows of w that
-// are read after these; may be null.
+// [num_batch, n packed], num_rows <= kTileRows, num_batch <= rows_at_once. `next`: the rows of w
+// that are read after these; may be null.
 template <typename W>
 inline void multiply(const Unit<W>&, const WeightRows<W>& w, int64_t num_rows, const PackedX<W>* x,
                      int64_t x_stride, int64_t num_batch, int64_t n, const W* next, float* out,

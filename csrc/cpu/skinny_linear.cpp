@@ -34,7 +34,7 @@ void multiply_range(const SkinnyLinearParams& params, const PackedRows<T, W>& x,
   const T* bias = static_cast<const T*>(params.bias);
   const T* residual = static_cast<const T*>(params.residual);
   const Unit<W> unit(params.num_tokens);
-  float products[kTileBatch][kTileRows];
+  auto& products = kept_by_thread<Products>().row;
   const int64_t total = params.out_features;
   for_each_tile<W>(begin, end, total, params.num_tokens, x.stride(), [&](const Tile& tile) {
     const int64_t row = tile.row;

@@ -53,6 +53,7 @@ struct Tiled {
 
 template <typename U>
 struct Unit<Tiled<U>> {
+  static bool uses_tiles() { return true; }
   explicit Unit(int64_t) { U::begin(); }
   ~Unit() { U::end(); }
   Unit(const Unit&) = delete;
@@ -177,18 +178,21 @@ template <typename U>
 inline void multiply(const Unit<Tiled<U>>&, const WeightRows<Tiled<U>>& w, int64_t num_rows,
                      const BFloat16* x, int64_t x_stride, int64_t num_batch, int64_t n,
                      const Tiled<U>* next, float* out, int64_t out_stride) {
-  static_assert(kTileRows == 2 * kTileSide && kTileBatch == 2 * kTileSide);
-  const auto run = [&]<bool kTwoRows, bool kTwoGroups>() {
-    multiply_tiles<U, kTwoRows, kTwoGroups>(w, num_rows, x, x_stride, num_batch, n, next, out,
-                                            out_stride);
-  };
-  const bool two_groups = num_batch > kTileSide;
-  if (num_rows > kTileSide) {
-    return two_groups ? run.template operator()<true, true>()
-                      : run.template operator()<true, false>();
+  static_assert(kTileRows == 2 * kTileSide);
+  for (int64_t b = 0; b < num_batch; b += 2 * kTileSide) {
+    const int64_t count = min_of(num_batch - b, 2 * kTileSide);
+    const auto run = [&]<bool kTwoRows, bool kTwoGroups>() {
+      multiply_tiles<U, kTwoRows, kTwoGroups>(w, num_rows, x + b * x_stride, x_stride, count, n,
+                                              b + count == num_batch ? next : nullptr,
+                                              out + b * out_stride, out_stride);
+    };
+    const bool two_groups = count > kTileSide;
+    if (num_rows > kTileSide) {
+      two_groups ? run.template operator()<true, true>() : run.template operator()<true, false>();
+    } else {
+      two_groups ? run.template operator()<false, true>() : run.template operator()<false, false>();
+    }
   }
-  return two_groups ? run.template operator()<false, true>()
-                    : run.template operator()<false, false>();
 }
 
 #endif

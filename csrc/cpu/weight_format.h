@@ -40,6 +40,7 @@ struct Format;
 template <typename W>
 struct Unit {
   explicit Unit(int64_t) {}
+  static bool uses_tiles() { return false; }
 };
 
 // Sums of floating-point numbers have no limit of columns.
