@@ -229,7 +229,7 @@ inline int64_t items_of_heads(const KvFillParams& params) {
 // Rows of a block.
 template <typename W>
 inline int64_t rows_of_block(const KvFillParams& params) {
-  return rows_at_once<W>(packed_stride<W>(params.hidden_size));
+  return rows_at_once<W>(packed_stride<W>(params.hidden_size, tables_of(params)));
 }
 
 // Work items [begin, end) of the list (layer, block of rows, head).

@@ -58,11 +58,10 @@ template <BlockFormat kFormat, int kRows, bool kIsSigned>
   for (int i = 0; i < kPairs; ++i) factors[i] = sum_factors<kFormat>(sub_scales, i);
 #pragma GCC unroll 8
   for (int b = 0; b < kRows; ++b) {
-    const int16_t* part_sums = has_halves(kFormat) ? x[b].half_sums : x[b].sums;
     Ints corrected = has_minima(kFormat) ? broadcast_shifted<0>(0) : exact[b];
 #pragma GCC unroll 8
     for (int i = 0; i < kPairs; ++i) {
-      corrected = add_pairs(corrected, factors[i], part_sums + 2 * i);
+      corrected = add_pairs(corrected, factors[i], part_sums<kFormat>(x[b]) + 2 * i);
     }
     const Vec total = load(sums + b * stride), x_scale = broadcast(x[b].scale);
     store(sums + b * stride,

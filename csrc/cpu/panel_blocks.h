@@ -149,6 +149,12 @@ template <BlockFormat kFormat>
                         -quant_offset(kFormat));
   }
 }
+// The sums of q over the columns that share a sub-scale.
+template <BlockFormat kFormat>
+inline const int16_t* part_sums(const XSuperBlock& x) {
+  return has_halves(kFormat) ? x.half_sums : x.sums;
+}
+
 // Rows of x as a format multiplies them, from a block on.
 template <BlockFormat kFormat>
 struct XRows {

@@ -170,8 +170,7 @@ struct Format<Panel> {
   // Rows of memory that num_rows rows take: tiles may read past the last row.
   static constexpr int64_t held(int64_t num_rows) {
 #if defined(__AVX512BF16__)
-    const int64_t rest = num_rows % kTileBatch;
-    if (rest >= kFewestInTile) return num_rows - rest + max_of(rest, rows_of_tile(num_rows));
+    if (num_rows >= kFewestInTile) return ceil_div(num_rows, kTileSide) * kTileSide;
 #endif
     return num_rows;
   }
@@ -247,12 +246,12 @@ inline WeightRows<Panel> weight_rows(const void* data, int64_t, const float*,
 
 #if defined(__AVX512BF16__)
 
-// Tiles of a product with a panel: 0 and 1 are sums, then the left factor, a block of `rows` rows
-// of x, and the right one, a block of the panel.
-constexpr int kLeftTile = 2, kRightTile = 3;
+// Tiles of a product with a panel of blocks of 32 columns: tile 0 has sums, then come the left
+// factor, a block of `rows` rows of x, and the right one, a block of the panel.
+constexpr int kLeftTile = 1, kRightTile = 2;
 constexpr TileSizes panel_tiles(int64_t rows) {
   TileSizes sizes;
-  for (int tile = 0; tile < kLeftTile; ++tile) sizes.set(tile, rows, kTileRowBytes);
+  sizes.set(0, rows, kTileRowBytes);
   sizes.set(kLeftTile, rows, kBlockColumns);
   sizes.set(kRightTile, kBlockColumns / 4, kTileRowBytes);
   return sizes;
@@ -260,22 +259,32 @@ constexpr TileSizes panel_tiles(int64_t rows) {
 
 template <>
 struct Unit<Panel> {
-  // Whether a call takes many rows of x: on tiles it has as few as on vectors.
-  static bool uses_tiles() { return false; }
+  static bool uses_tiles() { return tiles_in_use() != Tiles::kNone; }
   explicit Unit(int64_t num_rows)
       : tiles(num_rows < kFewestInTile ? Tiles::kNone : tiles_in_use()),
-        tile_rows(rows_of_tile(num_rows)) {
-    if (tiles == Tiles::kHardware) TileHardware::begin(panel_tiles(tile_rows));
-    if (tiles == Tiles::kModel) TileModel::begin(panel_tiles(tile_rows));
-  }
+        tile_rows(rows_of_tile(num_rows)) {}
   ~Unit() {
-    if (tiles == Tiles::kHardware) TileHardware::end();
+    if (tiles == Tiles::kHardware && is_set_) TileHardware::end();
   }
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
+  // Sets the sizes of tiles that products of a format take.
+  void set_tiles(BlockFormat format) const {
+    const bool whole = has_sub_scales(format);
+    if (tiles == Tiles::kNone || (is_set_ && is_whole_ == whole)) return;
+    const TileSizes sizes = whole ? whole_tiles() : panel_tiles(tile_rows);
+    if (tiles == Tiles::kHardware) TileHardware::begin(sizes);
+    if (tiles == Tiles::kModel) TileModel::begin(sizes);
+    is_set_ = true;
+    is_whole_ = whole;
+  }
+
   const Tiles tiles;
   const int64_t tile_rows;
+
+ private:
+  mutable bool is_set_ = false, is_whole_ = false;
 };
 
 #else
@@ -284,6 +293,7 @@ template <>
 struct Unit<Panel> {
   static bool uses_tiles() { return false; }
   explicit Unit(int64_t) {}
+  void set_tiles(BlockFormat) const {}
   static constexpr Tiles tiles = Tiles::kNone;
   static constexpr int64_t tile_rows = 0;
 };
@@ -356,6 +366,7 @@ inline void multiply(const Unit<Panel>& unit, const WeightRows<Panel>& w, int64_
     const int64_t done = second ? 2 * kPanelRows : count;
     const Panel* after = r + done < num_rows ? w.row(r + done) : next;
     const uint8_t* ahead = after ? reinterpret_cast<const uint8_t*>(after) + kFurther : nullptr;
+    unit.set_tiles(place.format);
     multiply_panel(place.format,
                    {w.bytes + place.offset, second, n, place.lane, count, x, x_stride, num_batch,
                     ahead, out + r, out_stride, unit.tiles, unit.tile_rows});

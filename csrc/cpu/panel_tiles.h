@@ -1,16 +1,14 @@
 // Products of a panel with 12 or 16 rows of x at a time on matrix tiles, bit for bit the same as
 // with vectors: a tile's sums are the exact sums of a block, and are converted to floats in the
-// same order.
+// same order. Formats with sub-scales: see super_tiles.h.
 #pragma once
 
-#include "panel_blocks.h"
-#include "panel_gemm.h"
+#include "super_tiles.h"
 
 #if defined(__AVX512BF16__)
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-constexpr int64_t kTileSums = kTileSide * kTileSide;
 // Blocks that are unpacked once for all rows of x; together with their part of 16 rows of x they
 // stay in the first-level cache.
 constexpr int64_t kStretch = 18;
@@ -28,8 +26,8 @@ struct alignas(64) OpenBlock {
 template <BlockFormat kFormat>
 struct TileRoom {
   OpenBlock<kFormat> blocks[kStretch];
-  alignas(64) int32_t sums[kWaiting][kTileSums];
-  alignas(64) float totals[kTileBatch + kTileSide][kPanelRows];
+  SumTile<int32_t> sums[kWaiting];
+  alignas(64) float totals[kMaxTileBatch + kTileSide][kPanelRows];
 };
 
 template <BlockFormat kFormat>
@@ -99,10 +97,10 @@ template <typename U, BlockFormat kFormat, int kRows, bool kOpens>
       open_block(part, begin + opened, &room.blocks[opened]);
     }
     if (multiplied >= 0 && multiplied < count) {
-      multiply_open<U>(room.blocks[multiplied], x.at(multiplied), room.sums[multiplied % kWaiting]);
+      multiply_open<U>(room.blocks[multiplied], x.at(multiplied), room.sums[multiplied % kWaiting].v);
     }
     if (i >= 0) {
-      add_sums<kFormat, kRows>(room.blocks[i], room.sums[i % kWaiting], x.at(i), totals);
+      add_sums<kFormat, kRows>(room.blocks[i], room.sums[i % kWaiting].v, x.at(i), totals);
     }
   }
 #pragma GCC unroll 16
@@ -144,10 +142,13 @@ int64_t multiply_rows(const PanelProduct& product, const PanelPart& panel) {
 template <typename U, BlockFormat kFormat>
 int64_t multiply_with_tiles(const PanelProduct& product, const PanelPart& panel) {
   if constexpr (has_sub_scales(kFormat)) {
-    return 0;
+    if (product.num_batch < kFewestForSuperBlocks) return 0;
+    multiply_super_blocks<U, kFormat>(product, panel);
+    return product.num_batch;
+  } else if (product.tile_rows == kFewInTile) {
+    return multiply_rows<U, kFormat, kFewInTile>(product, panel);
   } else {
-  if (product.tile_rows == kFewInTile) return multiply_rows<U, kFormat, kFewInTile>(product, panel);
-  return multiply_rows<U, kFormat, kTileSide>(product, panel);
+    return multiply_rows<U, kFormat, kTileSide>(product, panel);
   }
 }
 

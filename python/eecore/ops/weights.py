@@ -126,10 +126,11 @@ def pack_weight(
         packed = ops.pack_weight(blocks, "Q4_0")
         y = ops.skinny_linear(x, packed.weight, weight_table=packed.table)
 
-    In products on the CPU each (normed) row of x is quantised to 8 bits with a scale per 32
-    columns, at 1/127 of their largest magnitude. Products within 32 columns (16 in Q6_K, Q3_K
-    and Q2_K) are summed as exact integers, those sums in float32 in ascending order of columns. A
-    row that holds NaN or infinity gives NaN throughout. On CUDA x stays as it is: for bfloat16 and
+    In products on the CPU each (normed) row of x is quantised to 8 bits with a scale for each block
+    of the weight's format, 32 or 256 columns, at 1/127 of their largest magnitude; llama.cpp does
+    so too. Products within a block, with the sub-scales of K formats and IQ4_XS, are summed as
+    exact integers, those sums in float32 in ascending order of columns. A row that holds NaN or
+    infinity gives NaN throughout. On CUDA x stays as it is: for bfloat16 and
     float16 the products with the whole numbers of a block are summed in float32, then scaled; for
     float32 the products with the floats that the weight stands for are summed.
 
