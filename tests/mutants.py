@@ -325,6 +325,13 @@ CPU_KERNELS = (
         "tests/across_ops/test_vnni.py",
     ),
     Mutant(
+        "sums-lost-between-chunks-of-columns",
+        "csrc/cpu/tile_gemm.h",
+        "if (begin > part_begin) {",
+        "if (begin > num_steps) {",
+        "tests/across_ops/test_tiles.py -k manual",
+    ),
+    Mutant(
         "few-rows-are-summed-in-two-halves",
         "csrc/cpu/skinny_gemm.h",
         "        multiply_block<1, F::kMaxInOrder>(block, num_batch, 0);\n",

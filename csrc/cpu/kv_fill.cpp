@@ -65,7 +65,7 @@ class Worker {
         unit_(block),
         x_stride_(packed_stride<W>(params.hidden_size, tables_of(params))),
         x_(rows_held<W>(block) * x_stride_),
-        normed_(params.hidden_size),
+        normed_(kGroupRows<W> * params.hidden_size),
         heads_(block * params.head_dim * (params.norms_all_k ? params.num_kv_heads : 1)),
         rounded_(params.head_dim) {
     clear_rows<W>(0, rows_held<W>(block), x_stride_, x_.data());
@@ -73,18 +73,13 @@ class Worker {
 
   // Norms rows, if there is a norm weight, and packs them: [num_rows], with the weight of `layer`.
   void norm(int64_t layer, const int32_t* rows, int64_t num_rows) {
-    const int64_t n = params_.hidden_size;
-    const T* weights = static_cast<const T*>(params_.norm_weight);
-    for (int64_t i = 0; i < num_rows; ++i) {
-      const T* hidden = static_cast<const T*>(params_.hidden) + rows[i] * params_.hidden_stride;
-      if (weights == nullptr) {
-        pack_row<W>(hidden, n, i, x_stride_, x_.data());
-        continue;
-      }
-      const T* weight = weights + layer * params_.norm_layer_stride;
-      scale_row(hidden, weight, inverse_rms(hidden, n, params_.eps), n, normed_.data());
-      pack_row<W>(normed_.data(), n, i, x_stride_, x_.data());
-    }
+    const T* weight = static_cast<const T*>(params_.norm_weight);
+    if (weight) weight += layer * params_.norm_layer_stride;
+    const auto row = [&](int64_t i) {
+      return static_cast<const T*>(params_.hidden) + rows[i] * params_.hidden_stride;
+    };
+    pack_rows<W>(row, 0, num_rows, params_.hidden_size, weight, params_.eps, normed_.data(),
+                 x_stride_, x_.data());
   }
 
   // Projects the normed rows to `head` (K heads, then V heads) and writes it to their slots.
@@ -215,7 +210,7 @@ class Worker {
   [[no_unique_address]] Unit<W> unit_;
   int64_t x_stride_;
   Scratch<PackedX<W>> x_;  // [block, x_stride]
-  Scratch<T> normed_;      // [hidden_size]
+  Scratch<T> normed_;      // [kGroupRows<W>, hidden_size]
   Scratch<float> heads_;   // [block, head_dim], or for all K heads, [num_kv_heads, rows, head_dim]
   Scratch<T> rounded_;     // [head_dim]
 };

@@ -2,37 +2,29 @@
 // are a left factor; 16 rows of x, transposed when they are packed, a right one.
 //
 // Every number of rows goes through the same tiles, columns ascending: a result depends only on its
-// row of x and its row of the weight. Tiles 0 to 3 are sums, 4 and 5 the left, 6 and 7 the right
-// factors.
+// row of x and its row of the weight. Rows of the weight are copied, a chunk of columns at a time,
+// so that their tiles come from the first-level cache for all rows of x; sums wait in memory
+// between chunks, exactly.
 #pragma once
 
 #include "skinny_gemm.h"
-#include "tile_unit.h"
+#include "tile_products.h"
 #include "transpose.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// Packs row i of x: [n], into packed rows of x with this stride.
-template <typename W, typename T>
-inline void pack_row(const T* row, int64_t n, int64_t i, int64_t stride, PackedX<W>* x) {
-  if constexpr (requires { Format<W>::kGroup; }) {
-    constexpr int64_t kGroup = Format<W>::kGroup;
-    Format<W>::pack(row, n, i % kGroup, x + i / kGroup * kGroup * stride);
-  } else if constexpr (requires { Format<W>::pack(row, n, stride, x); }) {
-    Format<W>::pack(row, n, stride, x + i * stride);
-  } else {
-    Format<W>::pack(row, n, x + i * stride);
-  }
-}
+// Rows of x that are packed together.
+template <typename W>
+constexpr int64_t kGroupRows = 1;
+template <typename W>
+  requires requires { Format<W>::kGroup; }
+constexpr int64_t kGroupRows<W> = Format<W>::kGroup;
+
 // Rows of memory that num_rows rows take.
 template <typename W>
 inline int64_t rows_held(int64_t num_rows) {
-  if constexpr (requires { Format<W>::kGroup; }) {
-    return ceil_div(num_rows, Format<W>::kGroup) * Format<W>::kGroup;
-  } else if constexpr (requires { Format<W>::held(num_rows); }) {
-    return Format<W>::held(num_rows);
-  }
-  return num_rows;
+  if constexpr (requires { Format<W>::held(num_rows); }) return Format<W>::held(num_rows);
+  return ceil_div(num_rows, kGroupRows<W>) * kGroupRows<W>;
 }
 // Rows [begin, end) of packed x: tiles may read and multiply them, but nothing of them is kept.
 template <typename W>
@@ -60,10 +52,10 @@ struct Unit<Tiled<U>> {
   Unit& operator=(const Unit&) = delete;
 };
 
-// Columns of a row as a line of a tile, zeros where there are fewer than 32.
-inline __m512i tile_line(const BFloat16* p, int64_t columns) {
-  return columns >= kTileColumns ? _mm512_loadu_si512(p)
-                                 : _mm512_maskz_loadu_epi16(first_of_pair(columns), p);
+// Bytes of a row as a line of a tile, zeros where there are fewer than 64.
+inline __m512i tile_line(const void* p, int64_t bytes) {
+  if (bytes >= kTileRowBytes) return _mm512_loadu_si512(p);
+  return _mm512_maskz_loadu_epi8((uint64_t{1} << bytes) - 1, p);
 }
 
 // Packed rows are stored in groups of 16. A group is, for each 32 columns, a tile: 16 pairs of
@@ -75,13 +67,19 @@ struct Format<Tiled<U>> {
   static constexpr int kStep = kTileColumns;
   using PackedX = BFloat16;
 
-  // Row i of a group; zeros fill the last tile.
-  static void pack(const BFloat16* row, int64_t n, int64_t i, BFloat16* group) {
-    const __m512i places = _mm512_slli_epi32(
-        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 4);
-    int32_t* out = reinterpret_cast<int32_t*>(group) + i;
-    for (int64_t k = 0; k < n; k += kTileColumns, out += kTileSide * kTileSide) {
-      _mm512_i32scatter_epi32(out, places, tile_line(row + k, n - k), 4);
+  // Zeros fill the last tile.
+  static void pack(const BFloat16* const* rows, int64_t count, int64_t n, BFloat16* group) {
+    for (int64_t k = 0; k < n; k += kTileColumns) {
+      __m512i v[kTileSide];
+#pragma GCC unroll 16
+      for (int i = 0; i < kTileSide; ++i) {
+        v[i] = i < count ? tile_line(rows[i] + k, 2 * (n - k)) : _mm512_setzero_si512();
+      }
+      transpose(v);
+#pragma GCC unroll 16
+      for (int i = 0; i < kTileSide; ++i) {
+        _mm512_store_si512(group + k * kTileSide + i * kTileColumns, v[i]);
+      }
     }
   }
 };
@@ -108,68 +106,108 @@ inline void store_turned(const float* sums, int64_t num_rows, int64_t num_batch,
   }
 }
 
-// Rows of a weight from `row` on as a left factor, columns [k, k + 32). Missing elements are zero.
-template <typename U, int kTile>
-inline void load_rows(const WeightRows<Tiled<U>>& w, int64_t row, int64_t num_rows, int64_t k,
-                      int64_t n, BFloat16* room) {
-  const auto* first_row = reinterpret_cast<const BFloat16*>(w.row(row)) + k;
-  if (num_rows >= kTileSide && k + kTileColumns <= n) {
-    U::template load<kTile>(first_row, w.stride * static_cast<int64_t>(sizeof(BFloat16)));
-    return;
+// Rows of a weight, as bytes: left factors, 64 bytes of each in a step.
+struct LeftRows {
+  const uint8_t* data;
+  int64_t stride, num_rows, bytes;  // bytes of a row
+};
+// Packed rows of x: right factors, two tiles at a time.
+struct RightTiles {
+  const uint8_t* data;
+  int64_t step, second, pair;  // bytes to the next step, and to the next tile and pair of a step
+  int64_t count;               // of tiles
+};
+
+// Steps of 32 rows of a weight that are copied at once, in as many bytes as they are multiplied
+// with of each pair of right tiles: both, and a pair's sums, are 44 KiB of a first-level cache
+// of 48.
+constexpr int64_t kChunkSteps = 10;
+
+template <typename Sum, int64_t kPairs>
+struct alignas(64) ProductRoom {
+  uint8_t left[2][kChunkSteps * kTileBytes];
+  SumTile<Sum> sums[kPairs][4];
+};
+
+// Copies 16 rows from `row` on, `steps` steps from byte `begin` on, into tiles one after another.
+// Missing rows and bytes are zeros.
+inline void copy_left(const LeftRows& w, int64_t row, int64_t begin, int64_t steps, uint8_t* out) {
+  for (int64_t i = 0; i < kTileSide; ++i, out += kTileRowBytes) {
+    const uint8_t* from = w.data + (row + i) * w.stride;
+    for (int64_t step = 0; step < steps; ++step) {
+      const int64_t at = begin + step * kTileRowBytes;
+      const __m512i line =
+          row + i < w.num_rows ? tile_line(from + at, w.bytes - at) : _mm512_setzero_si512();
+      _mm512_store_si512(out + step * kTileBytes, line);
+    }
   }
-  for (int64_t i = 0; i < kTileSide; ++i) {
-    const __m512i line =
-        i < num_rows ? tile_line(first_row + i * w.stride, n - k) : _mm512_setzero_si512();
-    _mm512_store_si512(room + i * kTileColumns, line);
-  }
-  U::template load<kTile>(room, kTileRowBytes);
 }
 
-// One or two tiles of rows of w and of x.
-template <typename U, bool kTwoRows, bool kTwoGroups>
-inline void multiply_tiles(const WeightRows<Tiled<U>>& w, int64_t num_rows, const BFloat16* x,
-                           int64_t x_stride, int64_t num_batch, int64_t n, const Tiled<U>* next,
-                           float* out, int64_t out_stride) {
-  alignas(64) BFloat16 room[kTileSide * kTileColumns];
-  alignas(64) float sums[kTileSide * kTileSide];
-  const int64_t more = num_rows - kTileSide;
-  U::template zero<0>();
-  if constexpr (kTwoGroups) U::template zero<1>();
-  if constexpr (kTwoRows) U::template zero<2>();
-  if constexpr (kTwoRows && kTwoGroups) U::template zero<3>();
-  for (int64_t k = 0; k < n; k += kTileColumns) {
-    if (next) {
-      for (int64_t r = 0; r < min_of(num_rows, 2 * kTileSide); ++r) {
-        prefetch(next + r * w.stride + k);
+// Multiplies up to 32 rows of a weight with all tiles of x, steps ascending. A sum takes max_steps;
+// then finish(pair, tile, sums, first step, last step) is called for each of a pair's four sums
+// (see tile_products.h), of which some are undefined where there are fewer than 17 rows or an odd
+// number of tiles. It is called while the next pair is multiplied. `next`: the rows of the weight
+// that are read after these; may be null.
+template <typename U, TileProduct kFirst, TileProduct kSecond, typename Sum, int64_t kPairs,
+          typename Finish>
+inline void multiply_pairs(const LeftRows& w, const RightTiles& x, int64_t max_steps,
+                           const uint8_t* next, const Finish& finish) {
+  auto& room = kept_by_thread<ProductRoom<Sum, kPairs>>();
+  const int64_t num_steps = ceil_div(w.bytes, kTileRowBytes), num_pairs = ceil_div(x.count, 2);
+  const int64_t chunk = ceil_div(num_steps, ceil_div(num_steps, kChunkSteps));
+  for (int64_t begin = 0, end; begin < num_steps; begin = end) {
+    const int64_t part_begin = begin / max_steps * max_steps;
+    const int64_t part_end = min_of(part_begin + max_steps, num_steps);
+    const int64_t from = begin * kTileRowBytes;
+    // Tiles that are multiplied with one pair only are loaded from their place.
+    const bool in_place =
+        num_pairs == 1 && w.num_rows == kTileRows && w.bytes - from >= kTileRowBytes;
+    end = min_of(in_place ? w.bytes / kTileRowBytes : begin + chunk, part_end);
+    TileStream left[2];
+    for (int64_t i = 0; i < 2; ++i) {
+      left[i] = {w.data + i * kTileSide * w.stride + from, w.stride, kTileRowBytes};
+      if (in_place || i * kTileSide >= w.num_rows) continue;
+      copy_left(w, i * kTileSide, from, end - begin, room.left[i]);
+      left[i] = {room.left[i], kTileRowBytes, kTileBytes};
+    }
+    // The pair whose sums are complete, and not finished yet.
+    int64_t waiting = -1;
+    const auto finish_waiting = [&](int64_t tile) {
+      if (waiting < 0 || tile >= 4) return;
+      finish(waiting, tile, room.sums[waiting][tile].v, part_begin, part_end);
+    };
+    for (int64_t pair = 0; pair < num_pairs; ++pair) {
+      const uint8_t* data = x.data + pair * x.pair + begin * x.step;
+      const TileStream right[] = {{data, kTileRowBytes, x.step},
+                                  {data + x.second, kTileRowBytes, x.step}};
+      const int64_t first_row = pair * w.num_rows / num_pairs;
+      const int64_t last_row = (pair + 1) * w.num_rows / num_pairs;
+      const auto run = [&]<bool kTwoLeft, bool kTwoRight>() {
+        if (begin > part_begin) {
+          load_sums<U, kTwoLeft, kTwoRight>(room.sums[pair]);
+        } else {
+          zero_sums<U, kTwoLeft, kTwoRight>();
+        }
+        multiply_streams<U, kFirst, kSecond, kTwoLeft, kTwoRight>(
+            left, right, end - begin, [&](int64_t i) {
+              for (int64_t row = next ? first_row : last_row; row < last_row; ++row) {
+                prefetch(next + row * w.stride + from + i * kTileRowBytes);
+              }
+              finish_waiting(i);
+            });
+        store_sums<U, kTwoLeft, kTwoRight>(room.sums[pair]);
+      };
+      const bool two_right = 2 * pair + 1 < x.count;
+      if (w.num_rows > kTileSide) {
+        two_right ? run.template operator()<true, true>() : run.template operator()<true, false>();
+      } else {
+        two_right ? run.template operator()<false, true>()
+                  : run.template operator()<false, false>();
       }
+      for (int64_t tile = end - begin; tile < 4; ++tile) finish_waiting(tile);
+      if (end == part_end) waiting = pair;
     }
-    U::template load<6>(x + k * kTileSide, kTileRowBytes);
-    if constexpr (kTwoGroups) {
-      U::template load<7>(x + kTileSide * x_stride + k * kTileSide, kTileRowBytes);
-    }
-    load_rows<U, 4>(w, 0, num_rows, k, n, room);
-    U::template multiply<0, 4, 6>();
-    if constexpr (kTwoGroups) U::template multiply<1, 4, 7>();
-    if constexpr (kTwoRows) {
-      load_rows<U, 5>(w, kTileSide, more, k, n, room);
-      U::template multiply<2, 5, 6>();
-      if constexpr (kTwoGroups) U::template multiply<3, 5, 7>();
-    }
-  }
-  const int64_t rows = min_of(num_rows, kTileSide), batch = min_of(num_batch, kTileSide);
-  U::template store<0>(sums);
-  store_turned(sums, rows, batch, out, out_stride);
-  if constexpr (kTwoGroups) {
-    U::template store<1>(sums);
-    store_turned(sums, rows, num_batch - batch, out + batch * out_stride, out_stride);
-  }
-  if constexpr (kTwoRows) {
-    U::template store<2>(sums);
-    store_turned(sums, more, batch, out + kTileSide, out_stride);
-  }
-  if constexpr (kTwoRows && kTwoGroups) {
-    U::template store<3>(sums);
-    store_turned(sums, more, num_batch - batch, out + batch * out_stride + kTileSide, out_stride);
+    for (int64_t tile = 0; tile < 4; ++tile) finish_waiting(tile);
   }
 }
 
@@ -179,20 +217,21 @@ inline void multiply(const Unit<Tiled<U>>&, const WeightRows<Tiled<U>>& w, int64
                      const BFloat16* x, int64_t x_stride, int64_t num_batch, int64_t n,
                      const Tiled<U>* next, float* out, int64_t out_stride) {
   static_assert(kTileRows == 2 * kTileSide);
-  for (int64_t b = 0; b < num_batch; b += 2 * kTileSide) {
-    const int64_t count = min_of(num_batch - b, 2 * kTileSide);
-    const auto run = [&]<bool kTwoRows, bool kTwoGroups>() {
-      multiply_tiles<U, kTwoRows, kTwoGroups>(w, num_rows, x + b * x_stride, x_stride, count, n,
-                                              b + count == num_batch ? next : nullptr,
-                                              out + b * out_stride, out_stride);
-    };
-    const bool two_groups = count > kTileSide;
-    if (num_rows > kTileSide) {
-      two_groups ? run.template operator()<true, true>() : run.template operator()<true, false>();
-    } else {
-      two_groups ? run.template operator()<false, true>() : run.template operator()<false, false>();
-    }
-  }
+  constexpr int64_t kBytes = sizeof(BFloat16), kPairs = kMaxTileBatch / (2 * kTileSide);
+  constexpr TileProduct kProduct = TileProduct::kBFloat16;
+  const LeftRows left{reinterpret_cast<const uint8_t*>(w.data), w.stride * kBytes, num_rows,
+                      n * kBytes};
+  const int64_t group = kTileSide * x_stride * kBytes;
+  const RightTiles right{reinterpret_cast<const uint8_t*>(x), kTileBytes, group, 2 * group,
+                         ceil_div(num_batch, kTileSide)};
+  multiply_pairs<U, kProduct, kProduct, float, kPairs>(
+      left, right, ceil_div(left.bytes, kTileRowBytes), reinterpret_cast<const uint8_t*>(next),
+      [&](int64_t pair, int64_t tile, const float* sums, int64_t, int64_t) {
+        const int64_t r = tile / 2 * kTileSide, b = (2 * pair + tile % 2) * kTileSide;
+        if (r >= num_rows || b >= num_batch) return;
+        store_turned(sums, min_of(num_rows - r, kTileSide), min_of(num_batch - b, kTileSide),
+                     out + b * out_stride + r, out_stride);
+      });
 }
 
 #endif

@@ -3,8 +3,9 @@
 // A tile is up to 16 rows of up to 64 bytes, by default all of it; in the model the rest is zero.
 // multiply<C, A, B>, for bfloat16: sums C[m, n] of A[m, 2k] * B[k, 2n] + A[m, 2k + 1] * B[k, 2n +
 // 1], even and odd ones separately until the end, denormals as zeros (TDPBF16PS in Intel's
-// instruction manual). multiply_bytes, for signed bytes: whole numbers, four bytes of a row of A
-// times four of a row of B each (TDPBSSD). A thread may use them between begin and end.
+// instruction manual). multiply_bytes, for signed or unsigned bytes: whole numbers, four bytes of a
+// row of A times four of a row of B each (TDPBSSD, TDPBSUD, TDPBUSD). A thread may use
+// them between begin and end.
 #pragma once
 
 #include "scratch.h"
@@ -60,9 +61,16 @@ struct TileHardware {
   static void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
   }
-  template <int kSums, int kLeft, int kRight>
+  template <int kSums, int kLeft, int kRight, bool kSignedLeft = true, bool kSignedRight = true>
   static void multiply_bytes() {
-    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
+    if constexpr (kSignedLeft && kSignedRight) {
+      asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
+    } else if constexpr (kSignedLeft) {
+      asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
+    } else {
+      static_assert(kSignedRight);
+      asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
+    }
   }
 };
 
@@ -112,18 +120,22 @@ struct TileModel {
           sums, flushed(flushed(eecore::cpu::EECORE_CAPABILITY::load(sums)) + flushed(even + odd)));
     }
   }
-  template <int kSums, int kLeft, int kRight>
+  template <int kSums, int kLeft, int kRight, bool kSignedLeft = true, bool kSignedRight = true>
   static void multiply_bytes() {
     Tiles& all = tiles();
     for (int64_t m = 0; m < all.sizes.rows[kSums]; ++m) {
-      for (int64_t n = 0; n < kTileSide; ++n) {
-        int32_t sum = word(all.bytes[kSums][m] + 4 * n);
-        for (int64_t i = 0; i < all.sizes.row_bytes[kLeft]; ++i) {
-          sum += static_cast<int8_t>(all.bytes[kLeft][m][i]) *
-                 static_cast<int8_t>(all.bytes[kRight][i / 4][4 * n + i % 4]);
-        }
-        __builtin_memcpy(all.bytes[kSums][m] + 4 * n, &sum, 4);
+      __m512i sums = _mm512_loadu_si512(all.bytes[kSums][m]);
+      for (int64_t k = 0; k < kTileSide; ++k) {
+        const __m512i left = _mm512_set1_epi32(word(all.bytes[kLeft][m] + 4 * k));
+        const __m512i right = _mm512_loadu_si512(all.bytes[kRight][k]);
+        const __m512i odd =
+            _mm512_madd_epi16(odd_bytes<kSignedLeft>(left), odd_bytes<kSignedRight>(right));
+        const __m512i even =
+            _mm512_madd_epi16(odd_bytes<kSignedLeft>(_mm512_slli_epi16(left, 8)),
+                              odd_bytes<kSignedRight>(_mm512_slli_epi16(right, 8)));
+        sums = _mm512_add_epi32(sums, _mm512_add_epi32(odd, even));
       }
+      _mm512_storeu_si512(all.bytes[kSums][m], sums);
     }
   }
 
@@ -136,6 +148,11 @@ struct TileModel {
     int32_t value;
     __builtin_memcpy(&value, p, 4);
     return value;
+  }
+  // Every second byte, widened to 16 bits.
+  template <bool kSigned>
+  static __m512i odd_bytes(__m512i bytes) {
+    return kSigned ? _mm512_srai_epi16(bytes, 8) : _mm512_srli_epi16(bytes, 8);
   }
   // Replaces denormal numbers by zeros of the same sign.
   static Vec flushed(Vec x) {

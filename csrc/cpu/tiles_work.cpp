@@ -1,7 +1,6 @@
-// Compares the machine's matrix tiles with their model: two tiles of different numbers, and one of
-// bytes.
-#include "panel_gemm.h"
-#include "tile_gemm.h"
+// Compares the machine's matrix tiles with their model: two tiles of different numbers, and those
+// of bytes, signed and unsigned.
+#include "packed_rows.h"
 
 #if defined(__AVX512BF16__)
 
@@ -15,14 +14,17 @@ template <typename U>
 void multiply_some(float* out) {
   using W = Tiled<U>;
   const int64_t stride = packed_stride<W>(kColumns);
-  Scratch<BFloat16> w(kRowsOfW * kColumns), x(kColumns);
+  Scratch<BFloat16> w(kRowsOfW * kColumns), x(kRowsOfX * kColumns);
   Scratch<BFloat16> packed(rows_held<W>(kRowsOfX) * stride);
   const auto number = [](int64_t i) { return static_cast<float>(i * 37 % 101 - 50) / 16; };
   for (int64_t i = 0; i < kRowsOfW * kColumns; ++i) from_float(number(i), &w[i]);
   for (int64_t row = 0; row < kRowsOfX; ++row) {
-    for (int64_t k = 0; k < kColumns; ++k) from_float(number(row * kColumns + 3 * k + 7), &x[k]);
-    pack_row<W>(x.data(), kColumns, row, stride, packed.data());
+    for (int64_t k = 0; k < kColumns; ++k) {
+      from_float(number(row * kColumns + 3 * k + 7), &x[row * kColumns + k]);
+    }
   }
+  pack_rows<W, BFloat16>([&](int64_t i) { return x.data() + i * kColumns; }, 0, kRowsOfX, kColumns,
+                         nullptr, 0.0f, nullptr, stride, packed.data());
   const Unit<W> unit(kRowsOfX);
   const auto rows = weight_rows<W>(w.data(), kColumns, nullptr, nullptr);
   multiply(unit, rows, kRowsOfW, packed.data(), stride, kRowsOfX, kColumns,
@@ -42,17 +44,18 @@ bool products_agree() {
 }
 
 // out: [kTileSide, kTileSide], of whole numbers, multiplied like panels.
-template <typename U>
+template <typename U, bool kSignedLeft, bool kSignedRight>
 void multiply_bytes(const uint8_t* left, const uint8_t* right, int32_t* out) {
   U::begin(panel_tiles(kTileSide));
   U::template load<kLeftTile>(left, kBlockColumns);
   U::template load<kRightTile>(right, kTileRowBytes);
   U::template zero<1>();
-  U::template multiply_bytes<1, kLeftTile, kRightTile>();
+  U::template multiply_bytes<1, kLeftTile, kRightTile, kSignedLeft, kSignedRight>();
   U::template store<1>(out);
   U::end();
 }
 
+template <bool kSignedLeft, bool kSignedRight>
 bool bytes_agree() {
   constexpr int64_t kBytes = kTileSide * kBlockColumns, kSums = kTileSide * kTileSide;
   Scratch<uint8_t> left(kBytes), right(kBytes);
@@ -61,14 +64,17 @@ bool bytes_agree() {
     right[i] = static_cast<uint8_t>(i * 151 + i / 5);
   }
   Scratch<int32_t> got(kSums), expected(kSums);
-  multiply_bytes<TileHardware>(left.data(), right.data(), got.data());
-  multiply_bytes<TileModel>(left.data(), right.data(), expected.data());
+  multiply_bytes<TileHardware, kSignedLeft, kSignedRight>(left.data(), right.data(), got.data());
+  multiply_bytes<TileModel, kSignedLeft, kSignedRight>(left.data(), right.data(), expected.data());
   return __builtin_memcmp(got.data(), expected.data(), kSums * sizeof(int32_t)) == 0;
 }
 
 }  // namespace
 
-bool tiles_work() { return products_agree() && bytes_agree(); }
+bool tiles_work() {
+  return products_agree() && bytes_agree<true, true>() && bytes_agree<true, false>() &&
+         bytes_agree<false, true>();
+}
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY
 

@@ -24,6 +24,11 @@ SIZES = (
     (17, 17, 33),
     (40, 100, 300),
     (70, 5, 7),
+    (15, 15, 321),
+    (31, 32, 640),
+    (32, 32, 1000),
+    (33, 33, 319),
+    (255, 16, 352),
     (257, 33, 70),
     (260, 17, 9000),
 )
@@ -84,6 +89,16 @@ def test_sums_are_those_of_the_manual(size: tuple[int, int, int]) -> None:
     with capability("amx_model"):
         got = ops.skinny_linear(x, weight)
     assert torch.equal(got, by_the_manual(x, weight).bfloat16())
+
+
+@needs_tiles
+@pytest.mark.parametrize("rows", [7, 40])
+def test_rows_of_views(rows: int) -> None:
+    x, weight = matrices(rows, 37, 420)
+    with capability("amx_model"):
+        got = ops.skinny_linear(x[:, 10:401], weight[:, 10:401])
+        expected = ops.skinny_linear(x[:, 10:401].clone(), weight[:, 10:401].clone())
+    assert torch.equal(got, expected)
 
 
 @needs_tiles
