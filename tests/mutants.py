@@ -1272,6 +1272,20 @@ SERVER = (
         "tests/engine/test_thought_texts.py",
     ),
     Mutant(
+        "thought-that-is-left-out-streamed",
+        "python/eecore/engine/text.py",
+        'self.thought(decoded) or ""',
+        'decoded.thought or ""',
+        "tests/engine/test_thought_texts.py",
+    ),
+    Mutant(
+        "opening-marker-of-the-prompt-lost",
+        "python/eecore/engine/text.py",
+        "Decoded(decoder, text=self._opening,",
+        "Decoded(decoder,",
+        "tests/serving/test_served_thoughts.py",
+    ),
+    Mutant(
         "thought-in-a-history-lost",
         "python/eecore/serving/conversation.py",
         "message = {**dict.fromkeys(THOUGHTS, thoughts), **message}",

@@ -66,6 +66,11 @@ CASES: dict[str, dict[str, Any]] = {
     "a budget of 2": budget(2),
     "a budget of 0": budget(0),
     "`include_reasoning` false": {"include_reasoning": False},
+    "`include_reasoning` false, a `response_format`": {
+        "include_reasoning": False,
+        "response_format": FOUR,
+    },
+    "`reasoning_format` none": {"reasoning_format": "none"},
     "`continue_final_message`": {
         "messages": [QUESTION, {"role": "assistant", "content": "It is"}],
         "continue_final_message": True,
@@ -81,6 +86,7 @@ OPENED = {
         "a budget of 2",
         "a budget of 0",
         "`reasoning_effort` none",
+        "`reasoning_format` none",
     )
 }
 """Fields of requests to one whose template opens them."""

@@ -92,6 +92,8 @@ def streamed(
     stop: tuple[str, ...] = (),
     markers: bool = True,
     joined: bool = False,
+    opens: bool = False,
+    hidden: bool = False,
 ) -> tuple[str | None, str, int, bool]:
     """The thought, the text and the thought's tokens of a scripted answer, and whether it stops."""
     write_thinking_model(directory, template, markers=markers)
@@ -101,12 +103,14 @@ def streamed(
     ids = tokenizer.encode(text, add_special_tokens=False)
     shown = TextStream(tokenizer, prompt, stop, ids, Thinking.of(tokenizer))
     if joined:
-        shown.join()
+        shown.join(opens=opens)
+    shown.has_thought = not hidden
     pieces = [shown.show_up_to(count, final=count == len(ids)) for count in range(1, len(ids) + 1)]
     decoded = shown.decoded
     assert "".join(piece.text for piece in pieces) == decoded.text
-    assert "".join(piece.thought for piece in pieces) == (decoded.thought or "")
-    return decoded.thought, decoded.text, shown.num_thought(decoded), decoded.stops
+    thought = shown.thought(decoded)
+    assert "".join(piece.thought for piece in pieces) == (thought or "")
+    return thought, decoded.text, shown.num_thought(decoded), decoded.stops
 
 
 def test_stop_strings_end_the_answer_alone(tmp_path: Path) -> None:
@@ -145,6 +149,15 @@ def test_markers_in_words_are_split_and_counted(tmp_path: Path) -> None:
 def test_a_text_can_keep_its_thought(tmp_path: Path) -> None:
     text = "So\n</think>\n\nIt is"
     assert streamed(tmp_path / "a", ALWAYS, text, joined=True) == (None, text, 0, False)
+    found = streamed(tmp_path / "b", ALWAYS, text, joined=True, opens=True, stop=("<th", "It"))
+    assert found == (None, "<think>\nSo\n</think>\n\n", 0, True)
+    found = streamed(tmp_path / "c", HYBRID, f"<think>{text}", joined=True, opens=True)
+    assert found == (None, f"<think>{text}", 0, False)
+
+
+def test_a_text_can_leave_its_thought_out(tmp_path: Path) -> None:
+    text = "So\n</think>\n\nIt is"
+    assert streamed(tmp_path / "a", ALWAYS, text, hidden=True) == (None, "It is", 4, False)
 
 
 def test_markers_are_tokens_of_the_model(always: eecore.Model) -> None:

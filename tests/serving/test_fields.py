@@ -181,8 +181,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"functions": [{"name": "a"}]}, "tools"),
     ({"system": "x"}, "messages"),
     ({"thinking_mode": True}, "chat_template_kwargs"),
-    ({"separate_reasoning": False}, "chat_template_kwargs"),
-    ({"reasoning_format": "none"}, "chat_template_kwargs"),
+    ({"reasoning_budget_message": "Well."}, "chat_template_kwargs"),
+    ({"separate_reasoning": False}, "reasoning_format"),
     ({"exit_mode": "full"}, "exit"),
     ({"continuous_usage_stats": True}, "stream_options"),
     # what it does not have
@@ -207,6 +207,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "negative_prompt": "x",
             "num_ctx": 512,
             "cache_salt": "x",
+            "stream_reasoning": False,
         }.items()
     ),
     # within other fields
@@ -266,6 +267,15 @@ def test_a_field_of_the_other_endpoint_is_refused(
     for nothing in (None, type(value)()):
         request(kind, **{name: nothing})
     read(TokenizeRequest, json.dumps({"messages": USER, **fields}).encode())
+
+
+def test_fields_of_a_thought_go_with_chats() -> None:
+    error = refusal(CompletionRequest, include_reasoning=False)
+    assert error.message.startswith("include_reasoning: expected none, since it is not supported")
+    request(CompletionRequest, include_reasoning=True, reasoning_format="none")
+    for kind in (ChatRequest, ResponsesRequest):
+        request(kind, include_reasoning=False, reasoning_format="none")
+        assert refusal(kind, reasoning_format="raw").param == "reasoning_format"
 
 
 @pytest.mark.parametrize("kind", PATHS)

@@ -145,6 +145,60 @@ def test_an_answer_that_is_all_thought_has_no_content(always: Asker) -> None:
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
 
 
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    (PATH, {"messages": QUESTION, "max_tokens": 24}),
+    ("/v1/responses", {"input": "Why?", "max_output_tokens": 24}),
+]
+
+
+def texts_of(server: Asker, path: str, fields: dict[str, Any]) -> tuple[str, str]:
+    """The thought and the text of an answer, which are the same streamed."""
+    fields = {**fields, "seed": 1, "temperature": 1.0, "logit_bias": {str(CLOSES): 5}}
+    body = server.post(path, fields).json()
+    lines = server.post(path, {**fields, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    if path == PATH:
+        message = body["choices"][0]["message"]
+        whole = message.get("reasoning", ""), message["content"]
+        deltas = [choice["delta"] for event in events for choice in event["choices"]]
+        names = ("reasoning", "content")
+        streamed = tuple("".join(each.get(name) or "" for each in deltas) for name in names)
+    else:
+        texts = {item["type"]: item["content"][0]["text"] for item in body["output"]}
+        whole = texts.get("reasoning", ""), texts["message"]
+        names = ("response.reasoning_text.delta", "response.output_text.delta")
+        streamed = tuple(
+            "".join(event["delta"] for event in events if event["type"] == name) for name in names
+        )
+    assert streamed == whole
+    return whole
+
+
+@pytest.mark.parametrize(("path", "fields"), ASKED)
+def test_a_thought_can_be_left_out_or_stay_in_the_text(
+    always: Asker, path: str, fields: dict[str, Any]
+) -> None:
+    thought, text = texts_of(always, path, fields)
+    assert thought
+    assert texts_of(always, path, {**fields, "reasoning_format": "auto"}) == (thought, text)
+    for more in ({}, {"reasoning_format": "none"}):
+        hidden = texts_of(always, path, {**fields, "include_reasoning": False, **more})
+        assert hidden == ("", text)
+    without, joined = texts_of(always, path, {**fields, "reasoning_format": "none"})
+    assert without == ""
+    assert joined.startswith(f"<think>\n{thought}")
+    assert joined.partition("</think>")[2].lstrip("\n") == text
+
+
+def test_a_thought_that_is_left_out_counts(always: Asker) -> None:
+    body = chat(always, include_reasoning=False, **CLOSING).json()
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 1
+    for more in ({"logprobs": True}, {"return_exit_layers": True}):
+        refused = chat(always, include_reasoning=False, **CLOSING, **more)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "include_reasoning"
+
+
 def test_an_answer_without_a_thought_has_no_such_field(hybrid: Asker) -> None:
     fields = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 4}
     message = chat(hybrid, **fields).json()["choices"][0]["message"]

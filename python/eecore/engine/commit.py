@@ -359,7 +359,7 @@ class Commits:
             stats=stats,
             prompt_logprobs=_prompt_logprobs(sequence),
             error=error,
-            thought=None if decoded is None else decoded.thought,
+            thought=None if text is None or decoded is None else text.thought(decoded),
             thought_probes=[] if sequence.probes is None else sequence.probes.found,
         )
 

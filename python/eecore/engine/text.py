@@ -60,6 +60,10 @@ class TextStream:
         self._shown: Shown = 0, 0
         self._last_piece = 0, False, Piece()
         self._hidden: dict[int, str] = {}
+        self._opening = ""
+        """Text of the prompt that the text begins with."""
+        self.has_thought = True
+        """Whether the thought is part of the result."""
         self._begin(thinking)
 
     def _begin(self, thinking: Thinking | None) -> None:
@@ -69,15 +73,29 @@ class TextStream:
         shown = {} if self._thinking is None else self._thinking.shown
         thought = "" if reading is not None and reading.part is Part.OPENED else None
         decoder = self._tokenizer.incremental(self._prompt_ids, shown={**self._hidden, **shown})
-        self._decoded = Decoded(decoder, reading=reading, thought=thought)
+        self._decoded = Decoded(decoder, text=self._opening, reading=reading, thought=thought)
 
     def show(self, tokens: Mapping[int, str]) -> None:
         """Give special tokens a text, before there are any tokens."""
         self._hidden = {**self._hidden, **tokens}
         self._begin(self._thinking)
 
-    def join(self) -> None:
-        """Leave a thought and its markers in the text, before there are any tokens."""
+    @property
+    def may_think(self) -> bool:
+        """Whether a thought may come before the answer."""
+        return self._thinking is not None
+
+    def join(self, *, opens: bool = False) -> None:
+        """Leave a thought and its markers in the text, before there are any tokens.
+
+        Args:
+            opens: whether the text has both markers, even where the prompt opened the thought, and
+                where they are special tokens.
+        """
+        if opens and self._thinking is not None:
+            if self._decoded.thought is not None:
+                self._opening = f"{self._thinking.markers[0]}\n"
+            self._hidden.update(self._tokenizer.hidden(self._thinking.markers))
         self._begin(None)
 
     def num_thought(self, decoded: Decoded) -> int:
@@ -113,11 +131,15 @@ class TextStream:
 
     def shows(self, decoded: Decoded, *, final: bool) -> tuple[Piece, Shown]:
         """The new text that can be shown for certain, and the characters shown after it."""
-        text, thought = decoded.text, decoded.thought or ""
+        text, thought = decoded.text, self.thought(decoded) or ""
         end = len(text) if final else len(text) - self._held_back(text)
         begin, thought_begin = self._shown
         piece = Piece(text[begin:end], thought[thought_begin:])
         return piece, (max(begin, end), len(thought))
+
+    def thought(self, decoded: Decoded) -> str | None:
+        """The thought as the caller gets it."""
+        return decoded.thought if self.has_thought else None
 
     def mark_shown(self, shown: Shown) -> None:
         """Store how many characters of the text have been shown."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from eecore.config import SamplingParams
 from eecore.engine.async_engine import Prepared
+from eecore.engine.text import TextStream
 from eecore.errors import GuideError
 from eecore.serving.conversation import conversation
 from eecore.serving.guides import expected_calls, guide_of, refusal_of
@@ -175,10 +176,25 @@ def _asked(
                 prepared = served.engine.prepare(ids, exit=policy, sampling=own)
             except GuideError as error:
                 raise refusal_of(guided[0] if guided else "guide", error) from None
-            if prepared.text is not None and isinstance(body, CompletionRequest):
-                prepared.text.join()  # a completion is all text
+            if prepared.text is not None:
+                _place_thought(prepared.text, body)
             choices.append(Choice(len(ids), echo, prepared))
     return Asked(body.model or served.name, choices, len(given), body, logprobs)
+
+
+def _place_thought(text: TextStream, body: GenerationRequest) -> None:
+    """Put the thought before an answer where the request wants it."""
+    if not isinstance(body, ChatRequest):
+        text.join()  # a completion is all text
+    elif body.include_reasoning is False and text.may_think:
+        if body.logprobs or body.return_exit_layers:
+            raise invalid(
+                "include_reasoning: expected true with logprobs or return_exit_layers, which tell "
+                "the tokens of the thought, got false"
+            )
+        text.has_thought = False
+    elif body.reasoning_format == "none":
+        text.join(opens=True)
 
 
 def _with_calls(served: ServedModel, asked: Asked, calls: ExpectedCalls) -> Asked:

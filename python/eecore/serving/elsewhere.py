@@ -60,8 +60,8 @@ INSTEAD = {
     "guided_grammar": r"ebnf|grammar_\w+",
     "tools and tool_choice": "functions?|function_call",
     "messages": r"system(_\w+)?|preamble|chat_history",
-    "chat_template_kwargs": r"think|(enable_)?thinking(_\w+)?|"
-    r"((include|separate|stream)_)?reasoning(_\w+)?",
+    "chat_template_kwargs": r"think|(enable_)?thinking(_\w+)?|reasoning(_(?!format)\w+)?",
+    "reasoning_format": "separate_reasoning",
     "the model's own chat template": r"(\w+_)?template(_\w+)?|character|mode|preset",
     "stream_options": "include_usage|continuous_usage_stats",
     "add_special_tokens": "add_bos_token|add_special",
@@ -72,8 +72,8 @@ NOT_SUPPORTED = re.compile(
     r"conversation|detokenize|documents|early_stopping|images?|include_stop_\w+|memory|mm_\w+|"
     r"m\w+_io_kwargs|min_\w+|modalities|moderations?|n(um)?_ctx|no_stop_\w+|parse_tool_calls|"
     r"pattern|prompt_embeds|raw|repetition_\w+|return_(?!progress)\w+|safe(ty)?_(?!id)\w+|"
-    r"session_params|suffix|token_\w+|top_\w+|\w+_transfer_params|trim_stop|truncat\w+|typ_p|value|"
-    r"vllm_xargs|web_search\w*|"
+    r"session_params|stream_reasoning|suffix|token_\w+|top_\w+|\w+_transfer_params|trim_stop|"
+    r"truncat\w+|typ_p|value|vllm_xargs|web_search\w*|"
     # Words of names that are about an answer, wherever they come from.
     r"(\w+_)?(adapters?|alpha|beams?|biase?s?|bos|cfg|cutoff|decay|draft|dry|dynamic|dynatemp|eos|"
     r"guid(ance|ed)|json|length|logits?|lora|look(up|ahead)|mirostat|n?sigma|negative|ngrams?|nl|"
@@ -89,7 +89,7 @@ OFF: dict[str, tuple[Any, ...]] = {
         ("do_sample enable_thinking think thinking web_search web_search_options", ()),
         ("skip_special_tokens detokenize trim_stop parse_tool_calls include_reasoning", (True,)),
         ("separate_reasoning stream_reasoning", (True,)),
-        ("reasoning_format", ("auto", "deepseek")),
+        ("reasoning_format", ("auto", "deepseek", "none")),
         ("add_bos_token add_special", (True,)),
         ("repeat_penalty rep_pen encoder_repetition_penalty length_penalty best_of", (1,)),
         ("num_beams num_beam_groups beam_width typical typical_p tfs tfs_z", (1,)),

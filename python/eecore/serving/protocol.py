@@ -183,7 +183,18 @@ class Conversation(Request):
     add_special_tokens: bool | None = None
 
 
-class ChatRequest(GenerationRequest, Conversation):
+class ThoughtfulRequest(AnswerRequest):
+    """Fields of the thought before an answer, which chats and responses share."""
+
+    include_reasoning: bool | None = Field(
+        None, description="vLLM's: false leaves the thought out of the answer."
+    )
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = Field(
+        None, description="llama.cpp's: `none` leaves the thought and its markers in the text."
+    )
+
+
+class ChatRequest(GenerationRequest, Conversation, ThoughtfulRequest):
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -205,7 +216,7 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
 
 
-class ResponsesRequest(AnswerRequest):
+class ResponsesRequest(ThoughtfulRequest):
     input: str | list[dict[str, Any]] = Field(
         max_length=MAX_INPUT,
         description="Text, or items: message, function_call, function_call_output, reasoning.",

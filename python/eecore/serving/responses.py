@@ -14,7 +14,7 @@ from typing import Any
 
 from eecore.errors import EecoreError
 from eecore.serving.asking import Asked, ask_chat
-from eecore.serving.protocol import AnswerRequest, ChatRequest, ResponsesRequest, read
+from eecore.serving.protocol import ChatRequest, ResponsesRequest, ThoughtfulRequest, read
 from eecore.serving.refusals import ApiError, as_api_error, invalid
 from eecore.serving.served import ServedModel
 from eecore.values import shown
@@ -76,7 +76,7 @@ def read_response(body: bytes) -> ResponseChat:
     text, reasoning = request.text or {}, request.reasoning or {}
     items = _Items()
     items.read(request)
-    shared = {name: getattr(request, name) for name in AnswerRequest.model_fields}
+    shared = {name: getattr(request, name) for name in ThoughtfulRequest.model_fields}
     return ResponseChat(
         **shared,
         request=request,
