@@ -1286,6 +1286,13 @@ SERVER = (
         "tests/serving/test_served_thoughts.py",
     ),
     Mutant(
+        "scores-of-an-answer-go-with-its-thought",
+        "python/eecore/serving/response_shape.py",
+        '            self._details_left = {"logprobs": details.pop("logprobs")}',
+        '            details.pop("logprobs")',
+        "tests/serving/test_served_thoughts.py",
+    ),
+    Mutant(
         "thought-in-a-history-lost",
         "python/eecore/serving/conversation.py",
         "message = {**dict.fromkeys(THOUGHTS, thoughts), **message}",

@@ -276,6 +276,11 @@ def test_whole_responses_are_those_of_streams(always: Asker) -> None:
     assert whole.output_text == response.output_text == joined(events, "output_text")
     layers = [n for event in events for n in getattr(event, "exit_layers", None) or ()]
     assert len(layers) == 24
+    scores = whole.output[-1].content[0].logprobs
+    assert scores == response.output[-1].content[0].logprobs
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [each.token for each in scores] == [s.token for event in deltas for s in event.logprobs]
+    assert len(scores) == 24 - whole.usage.output_tokens_details.reasoning_tokens
 
 
 def test_a_response_that_is_all_thought_is_incomplete(always: Asker) -> None:

@@ -40,6 +40,8 @@ class ResponseShape(ChatShape):
         """The kind of the last item while it is unfinished text."""
         self._texts: list[str] = []
         """The text of that item, piece by piece."""
+        self._ids: list[int] = []
+        """The tokens so far, where details of them are wanted."""
         self._details_left: dict[str, list[Any]] = {}
         """Details of tokens that no event has reported yet."""
         self._num_events = 0
@@ -72,6 +74,7 @@ class ResponseShape(ChatShape):
     def _added_events(self, added: Piece, tokens: Tokens, output: Output | None) -> list[str]:
         """The events of added text; the last ones where there is an output."""
         if self._wants_tokens:
+            self._ids += tokens.token_ids
             for name, values in self._named_details(tokens).items():
                 self._details_left.setdefault(name, []).extend(values)
         parts: list[str | ToolCall] = [added.text] if added.text else []
@@ -96,6 +99,10 @@ class ResponseShape(ChatShape):
     def _text_events(self, text: str, kind: str = "message") -> list[str]:
         events = []
         if self._open != kind:
+            if self._open == "reasoning" and "logprobs" in self._details_left:
+                thinking = self.served.engine.engine.intake.thinking
+                assert thinking is not None
+                del self._details_left["logprobs"][: thinking.num_tokens(self._ids)]
             events = [*self._closed("completed"), *self._begun(kind)]
         self._texts.append(text)
         if not self._details_left:
@@ -105,8 +112,8 @@ class ResponseShape(ChatShape):
         details, self._details_left = self._details_left, {}
         if kind == "message":
             self._items[-1]["content"][0]["logprobs"] += details.setdefault("logprobs", [])
-        else:
-            details.pop("logprobs", None)  # log-probabilities belong to the answer
+        elif "logprobs" in details:  # they belong to the answer
+            self._details_left = {"logprobs": details.pop("logprobs")}
         place = {**self._place(), "content_index": 0}
         name = f"response.{KINDS[kind][1]}.delta"
         return [*events, self._event(name, **place, **details, delta=text)]
