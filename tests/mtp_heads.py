@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -150,17 +152,24 @@ def as_part(directory: Path) -> None:
     save_file(tensors, weights, {"format": "pt"})
 
 
-def write_gguf(directory: Path, family: str = "qwen3_5", *, alone: bool = False) -> Path:
+def write_gguf(
+    directory: Path,
+    family: str = "qwen3_5",
+    *,
+    alone: bool = False,
+    kinds: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+) -> Path:
     """Write the model of a directory as a GGUF file, as llama.cpp's converter does.
 
     Args:
         alone: leave out the layers that do not draft.
+        kinds: the types of matrices by the parts of their names after the layer.
     """
     config = json.loads((directory / "config.json").read_text())
     layer = config["num_hidden_layers"]
-    kinds = [kind == "linear_attention" for kind in config["layer_types"]]
+    recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
     settings: dict[str, Any] = {"block_count": layer + 1, "nextn_predict_layers": 1}
-    settings["attention.recurrent_layers"] = [*kinds, False]
+    settings["attention.recurrent_layers"] = [*recurrent, False]
     extra, tensors = {}, load_file(directory / "model.safetensors")
     for name, tensor in tensors.items():
         own = name.removeprefix("mtp.layers.0.")
@@ -177,7 +186,7 @@ def write_gguf(directory: Path, family: str = "qwen3_5", *, alone: bool = False)
         (directory / "config.json").write_text(json.dumps(config))
         kept = {name: t for name, t in tensors.items() if not name.startswith("model.layers.")}
         save_file(kept, directory / "model.safetensors")
-    return write_family_gguf(file, directory, family, settings, extra=extra)
+    return write_family_gguf(file, directory, family, settings, kinds=kinds, extra=extra)
 
 
 @torch.no_grad()

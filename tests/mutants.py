@@ -2962,6 +2962,20 @@ HEADS = (
         "tests/heads/test_drafts.py -k mtp",
     ),
     Mutant(
+        "blocks-across-halves-taken",
+        "python/eecore/models/readers/gguf_checkpoint.py",
+        "return name != PROJECTION or self.shape(name)[-1] // 2 % columns == 0",
+        "return name != PROJECTION or self.shape(name)[-1] % columns == 0",
+        "tests/heads/test_drafts.py -k blocks",
+    ),
+    Mutant(
+        "one-half-of-a-projection-twice",
+        "python/eecore/models/readers/stored_weights.py",
+        "            blocks = blocks[:, first:end].contiguous()",
+        "            blocks = blocks[:, : end - first].contiguous()",
+        "tests/heads/test_drafts.py -k bits",
+    ),
+    Mutant(
         "draft-tokens-without-their-rows",
         "python/eecore/heads/files.py",
         'tokens = torch.arange(size) + files.tensor("d2t").long()',

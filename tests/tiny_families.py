@@ -351,17 +351,20 @@ def write_family_gguf(
     writer.add_token_merges(["h e"])
     writer.add_bos_token_id(256)
     writer.add_eos_token_id(257)
+
+    def add_tensor(name: str, array: np.ndarray) -> None:
+        kind = (kinds or {}).get(name.split(".", 2)[-1].removesuffix(".weight"))
+        written = array if kind is None else blocks_of(array, kind)
+        writer.add_tensor(name, written, raw_dtype=kind)
+
     tensors = load_file(directory / "model.safetensors")
     for name, tensor in tensors.items():
         if "mtp_layers" in name or name.startswith("mtp."):
             continue
         for stored, values in stored_tensors(name, tensor, architecture, config):
-            kind = (kinds or {}).get(stored.split(".", 2)[-1].removesuffix(".weight"))
-            array = values.contiguous().numpy()
-            written = array if kind is None else blocks_of(array, kind)
-            writer.add_tensor(stored, written, raw_dtype=kind)
-    for name, values in (extra or {}).items():
-        writer.add_tensor(name, values)
+            add_tensor(stored, values.contiguous().numpy())
+    for name, array in (extra or {}).items():
+        add_tensor(name, array)
     if config["rope_parameters"].get("rope_type") == "longrope":
         for kind in ("short", "long"):
             factors = torch.tensor(config["rope_parameters"][f"{kind}_factor"])

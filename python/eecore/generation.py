@@ -21,14 +21,14 @@ from eecore.errors import ModelError, RequestError
 from eecore.exits import Auto, Exit
 from eecore.files.builtin import model_directory
 from eecore.models import (
+    LlamaModel,
     Network,
     Tokenizer,
     bytes_of_state,
     bytes_per_token,
     cache_dtype,
-    check_draft_head,
+    find_draft_head,
     find_head,
-    load_draft_head,
     load_model,
     read_config,
 )
@@ -176,15 +176,17 @@ def load(
             repository cannot be fetched.
     """
     directory = model_directory(path)
+    load_head = None
     if draft_head is not None:
         if exits not in (None, False):
             raise ModelError(f"exits: expected None beside draft_head, got {shown(exits)}")
-        check_draft_head(draft_head, read_config(directory))
+        load_head = find_draft_head(draft_head, read_config(directory))
     _, network, tokenizer = load_model(directory, device=device, dtype=dtype, weights=weights)
-    if draft_head is None:
+    if load_head is None:
         network.draft_head = find_head(network, directory, exits)
     else:
-        network.draft_head = load_draft_head(draft_head, network)
+        assert isinstance(network, LlamaModel)
+        network.draft_head = load_head(network)
     given = {
         "kv_cache_tokens": kv_cache_tokens,
         "prefix_cache": prefix_cache,

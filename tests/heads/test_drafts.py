@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,7 @@ import eagle_heads
 import eecore
 import mtp_heads
 from block_heads import BLOCK, CUT, MASK, BlockOracle, config_of, tensors_of, write_block_head
+from coded_calls import floats_of
 from devices import cpu_only, engine_of, load
 from eagle_heads import Layout, write_eagle
 from eecore import (
@@ -27,12 +29,16 @@ from eecore import (
     HeadDrafts,
     SamplingParams,
     SelfSpeculative,
+    ops,
 )
 from eecore.cli.info import info, model_facts
 from eecore.errors import ModelError
 from eecore.models import bytes_per_token
+from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
+from eecore.models.readers.gguf_file import GGUFFile
 from eecore.planning.proposal import MAX_AHEAD
 from published_heads import PROMPTS, Oracle, check_drafts, write_head, write_target
+from tiny_families import SHAPES
 from tiny_models import random_prompts, write_model
 from workloads import Request, serve, tokens_of
 
@@ -318,6 +324,63 @@ def test_a_gguf_file_of_the_layer_alone_drafts(tmp_path: Path) -> None:
     assert model_facts(path, model.network.draft_head.path)["draft_head"]["kind"] == "MTP"
     with pytest.raises(ModelError, match=r"expected tensors of num_layers=4 layers, got 2"):
         load(model.network.draft_head.path)
+
+
+KINDS = {
+    "nextn.eh_proj": "Q8_0",
+    "attn_q": "Q4_0",
+    "attn_k": "Q5_0",
+    "attn_v": "Q5_1",
+    "attn_output": "Q4_1",
+    "ffn_gate": "Q8_0",
+    "ffn_up": "Q4_0",
+    "ffn_down": "IQ4_NL",
+}
+
+
+def test_a_layer_in_blocks_keeps_its_bits(tmp_path: Path) -> None:
+    kinds = {name: gguf.GGMLQuantizationType[kind] for name, kind in KINDS.items()}
+    file = mtp_heads.write_gguf(mtp_heads.write_qwen3_5(tmp_path), kinds=kinds)
+    model, stored = with_head(file, file), GGUFCheckpoint(file, drafts=True)
+    weights = model.network.draft_head._weights
+    halves = stored.tensor("mtp.fc.weight").chunk(2, 1)
+    for matrix, half in zip((weights.of_token, weights.of_state), halves, strict=True):
+        assert matrix.weight.numel() == ops.packed_bytes("Q8_0", *half.shape)
+        assert torch.equal(floats_of(matrix.weight, matrix.table), half.double())
+    down, gates = weights.layer.down, weights.layer.gate_up
+    expected = stored.tensor("mtp.layers.0.mlp.down_proj.weight")
+    assert torch.equal(floats_of(down.weight, down.table[0]), expected.double())
+    assert len({int(place) >> 4 & 15 for place in gates.table.flatten()}) == 2
+    settings: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+    drafted, full = (
+        eecore.generate(model, PROMPTS[2], exit=exit, **settings)[0]
+        for exit in (HeadDrafts(4, 0.0), Full())
+    )
+    assert drafted.stats.drafted > 0
+    assert drafted.token_ids == full.token_ids
+
+
+def test_blocks_across_both_halves_of_the_projection_become_floats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "narrow", ("qwen3_5", {"hidden_size": 80}))
+    kinds = {"nextn.eh_proj": gguf.GGMLQuantizationType.Q8_0}
+    file = mtp_heads.write_gguf(mtp_heads.write_qwen3_5(tmp_path, "narrow"), "narrow", kinds=kinds)
+    weights = with_head(file, file).network.draft_head._weights
+    halves = GGUFCheckpoint(file, drafts=True).tensor("mtp.fc.weight").chunk(2, 1)
+    for matrix, half in zip((weights.of_token, weights.of_state), halves, strict=True):
+        assert torch.equal(matrix.weight.float(), half.to(matrix.weight.dtype).float())
+
+
+def test_the_file_of_a_head_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = mtp_heads.write_qwen3_5(tmp_path)
+    head, read = mtp_heads.write_gguf(path, alone=True), list[Path]()
+    of_file = GGUFFile.__init__
+    monkeypatch.setattr(
+        GGUFFile, "__init__", lambda self, path: (read.append(path), of_file(self, path))[1]
+    )
+    with_head(path, head)
+    assert read == [head]
 
 
 def test_the_layer_of_a_multimodal_checkpoint_drafts_the_same(tmp_path: Path) -> None:

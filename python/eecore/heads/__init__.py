@@ -7,6 +7,7 @@ package the reader of its kind.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -18,8 +19,9 @@ from eecore.files.readable import is_file, kind_of, shown_path
 from eecore.heads.published import PublishedSettings
 from eecore.models.draft_head import DraftHead
 from eecore.models.llama import LlamaModel
+from eecore.models.readers.checkpoint import Checkpoint, StoredTensors
 from eecore.models.readers.config_fields import ConfigFields
-from eecore.models.readers.draft_heads import check_draft_head
+from eecore.models.readers.draft_heads import drafting_config
 from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
 from eecore.values import shown
 
@@ -59,46 +61,62 @@ class Reader(Protocol):
     def read_settings(self, fields: ConfigFields, model: ModelConfig) -> PublishedSettings:
         """Read ``config.json``, and check it against the config of the model."""
 
-    def load(self, directory: Path, fields: ConfigFields, network: LlamaModel) -> DraftHead:
-        """Read the head in a directory; a ModelError before its tensors are read."""
+    def load(self, files: StoredTensors, fields: ConfigFields, network: LlamaModel) -> DraftHead:
+        """Read the head of these files; a ModelError before its tensors are read."""
 
 
-def read_settings(directory: Path, model: ModelConfig) -> PublishedSettings:
-    """The settings of the head in a directory, checked against the config of a model.
+@dataclass(frozen=True)
+class FoundHead:
+    """The head in a directory or a GGUF file, before its tensors are read."""
+
+    directory: Path
+    file: GGUFCheckpoint | None
+    reader: Reader
+    fields: ConfigFields
+    settings: PublishedSettings
+
+    def load(self, network: LlamaModel) -> DraftHead:
+        """The head; a ModelError if it is not whole."""
+        verifier, source = self.settings.verifier, network.source
+        if source is not None and names_another(verifier, source.directory):
+            warnings.warn(
+                f"{shown_path(self.directory)}: expected a head for {name_of(source.directory)}, "
+                f"got one for {verifier}: few of its drafts may be accepted, the output is the "
+                "same",
+                stacklevel=4,
+            )
+        if self.file is not None:
+            return self.reader.load(self.file, self.fields, network)
+        with Checkpoint(self.directory, drafts=True) as files:
+            return self.reader.load(files, self.fields, network)
+
+
+def find(directory: Path, model: ModelConfig) -> FoundHead:
+    """The head in a directory or a GGUF file, checked against the config of a model.
 
     Raises:
         ModelError: there is no head, it is not read, or it is for another model.
     """
-    reader, fields = _reader(directory)
-    return reader.read_settings(fields, model)
-
-
-def load(directory: Path, network: LlamaModel) -> DraftHead:
-    """The head in a directory.
-
-    Raises:
-        ModelError: as for :func:`read_settings`, or the head is not whole.
-    """
-    reader, fields = _reader(directory)
-    verifier, source = reader.read_settings(fields, network.config).verifier, network.source
-    if source is not None and names_another(verifier, source.directory):
-        warnings.warn(
-            f"{shown_path(directory)}: expected a head for {name_of(source.directory)}, got one "
-            f"for {verifier}: few of its drafts may be accepted, the output is the same",
-            stacklevel=4,
+    file = GGUFCheckpoint(directory, drafts=True) if is_file(directory) else None
+    fields = _fields(directory, file)
+    kind = _kind(fields)
+    pickles = [] if file else sorted(p.name for p in directory.iterdir() if p.suffix in PICKLES)
+    if pickles and not list(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"{shown_path(directory)}: expected model.safetensors, got {pickles[0]}, a pickle, "
+            f"which eecore does not open: heads in safetensors are {PUBLIC}"
         )
-    return reader.load(directory, fields, network)
+    reader = cast(Reader, import_module(f"{__name__}.{KINDS[kind]}"))
+    return FoundHead(directory, file, reader, fields, reader.read_settings(fields, model))
 
 
 def published_facts(directory: Path, config: AnyModelConfig) -> dict[str, Any]:
     """Facts about a published head for a model: kind, taps, tokens, bytes, verifier.
 
     Raises:
-        ModelError: as for :func:`eecore.models.load_draft_head`.
+        ModelError: as for :func:`eecore.models.find_draft_head`.
     """
-    check_draft_head(directory, config)
-    assert isinstance(config, ModelConfig)
-    settings = read_settings(directory, config)
+    settings = find(directory, drafting_config(config)).settings
     files = [directory] if is_file(directory) else directory.glob("*.safetensors")
     return {
         "path": str(directory),
@@ -117,31 +135,16 @@ def names_another(verifier: str | None, path: Path) -> bool:
     return verifier.split("/")[-1].lower() != name_of(path).split("/")[-1].lower()
 
 
-def _reader(directory: Path) -> tuple[Reader, ConfigFields]:
-    """The reader of the head in a directory or a GGUF file, and its ``config.json``."""
-    if is_file(directory):
-        values = GGUFCheckpoint(directory, drafts=True).values
-        fields = ConfigFields(values, shown_path(directory), CheckpointError)
-        return _module(_kind(fields)), fields
+def _fields(directory: Path, file: GGUFCheckpoint | None) -> ConfigFields:
+    """The ``config.json`` of a head."""
+    if file is not None:
+        return ConfigFields(file.values, shown_path(directory), CheckpointError)
     if (found := kind_of(directory)) != "a directory":
         raise ModelNotFoundError(
             f"{shown_path(directory)}: expected the directory of a draft head (head.json, or "
             f"config.json and safetensors) or a GGUF file with one, got {found}"
         )
-    fields = ConfigFields.read(directory / "config.json", CheckpointError, ModelNotFoundError)
-    kind = _kind(fields)
-    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLES)
-    if pickles and not list(directory.glob("*.safetensors")):
-        raise ModelError(
-            f"{shown_path(directory)}: expected model.safetensors, got {pickles[0]}, a pickle, "
-            f"which eecore does not open: heads in safetensors are {PUBLIC}"
-        )
-    return _module(kind), fields
-
-
-def _module(kind: str) -> Reader:
-    """The module that reads heads of a kind."""
-    return cast(Reader, import_module(f"{__name__}.{KINDS[kind]}"))
+    return ConfigFields.read(directory / "config.json", CheckpointError, ModelNotFoundError)
 
 
 def _kind(fields: ConfigFields) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -161,7 +160,7 @@ def _taps(
     return tuple(layer + kind.after for layer in named)
 
 
-def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> BlockHead:
+def load(files: Checkpoint, fields: ConfigFields, network: LlamaModel) -> BlockHead:
     """The head in a directory.
 
     Raises:
@@ -169,17 +168,16 @@ def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> BlockHea
             supported; raised before memory is allocated.
     """
     settings = read_settings(fields, network.config)
-    with Checkpoint(directory) as files:
-        shapes = _shapes(settings, network)
-        check_shapes(files, shapes)
-        others = set(files.names) - set(shapes) - SHARED
-        others = {name for name in others if not name.endswith(".inv_freq")}
-        if others:
-            raise CheckpointError(
-                f"{shown_path(files.place)}: expected the tensors of a {settings.kind}, got "
-                f"{min(others)}, too"
-            )
-        return BlockHead(settings, _weights(files, settings, network), directory)
+    shapes = _shapes(settings, network)
+    check_shapes(files, shapes)
+    others = set(files.names) - set(shapes) - SHARED
+    others = {name for name in others if not name.endswith(".inv_freq")}
+    if others:
+        raise CheckpointError(
+            f"{shown_path(files.place)}: expected the tensors of a {settings.kind}, got "
+            f"{min(others)}, too"
+        )
+    return BlockHead(settings, _weights(files, settings, network), files.place)
 
 
 def _is_cut(settings: BlockSettings) -> bool:
@@ -233,7 +231,8 @@ def _weights(files: Checkpoint, settings: BlockSettings, network: LlamaModel) ->
     if _is_cut(settings):
         vocab_size = network.config.vocab_size
         tokens = draft_tokens(files, settings.draft_vocab_size, vocab_size).to(device)
-    new, filling = new_weights(network)
+    new, forms = new_weights(files, network)
+    filling = forms.filling
 
     def matrix(name: str, care: Care) -> Matrix:
         stored = files.tensor(name)

@@ -11,7 +11,6 @@ takes the normed state of the step before.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from eecore.config import MAX_POSITIONS, MAX_VOCAB, ModelConfig
@@ -125,7 +124,7 @@ def _taps(ids: ConfigFields, first: int, num_layers: int) -> tuple[int, ...]:
     return tuple(layer + first for layer in given)
 
 
-def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> EagleHead:
+def load(stored: Checkpoint, fields: ConfigFields, network: LlamaModel) -> EagleHead:
     """The head in a directory.
 
     Raises:
@@ -133,25 +132,24 @@ def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> EagleHea
             are read.
     """
     settings = read_settings(fields, network.config)
-    with Checkpoint(directory) as stored:
-        prefix = RAW if any(name.startswith(RAW) for name in stored.names) else LISTED
-        names = {name.replace(RAW, prefix): name for name in settings.shapes}
-        shapes = {stored_name: settings.shapes[name] for stored_name, name in names.items()}
-        own = "embed_tokens.weight"
-        size = settings.config.vocab_size, settings.config.hidden_size
-        if own in stored:
-            names[own], shapes[own] = own, size
-        elif settings.config.hidden_size != settings.target_size:
-            raise fields.wrong(
-                "hidden_size",
-                f"{settings.target_size}, as the model has it, of a head without {own}",
-                settings.config.hidden_size,
-            )
-        check_shapes(stored, shapes)
-        _refuse_others(stored, shapes, prefix)
-        tokens = draft_tokens(stored, settings.draft_vocab_size, settings.config.vocab_size)
-        tensors = {name: stored.tensor(theirs) for theirs, name in names.items()}
-    return EagleHead(network, directory, settings, tensors, tokens)
+    prefix = RAW if any(name.startswith(RAW) for name in stored.names) else LISTED
+    names = {name.replace(RAW, prefix): name for name in settings.shapes}
+    shapes = {stored_name: settings.shapes[name] for stored_name, name in names.items()}
+    own = "embed_tokens.weight"
+    size = settings.config.vocab_size, settings.config.hidden_size
+    if own in stored:
+        names[own], shapes[own] = own, size
+    elif settings.config.hidden_size != settings.target_size:
+        raise fields.wrong(
+            "hidden_size",
+            f"{settings.target_size}, as the model has it, of a head without {own}",
+            settings.config.hidden_size,
+        )
+    check_shapes(stored, shapes)
+    _refuse_others(stored, shapes, prefix)
+    tokens = draft_tokens(stored, settings.draft_vocab_size, settings.config.vocab_size)
+    tensors = {name: stored.tensor(theirs) for theirs, name in names.items()}
+    return EagleHead(network, stored.place, settings, tensors, tokens)
 
 
 def _refuse_others(stored: Checkpoint, shapes: dict[str, tuple[int, ...]], prefix: str) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from eecore.errors import CheckpointError
-from eecore.files.readable import is_file, shown_path
+from eecore.files.readable import shown_path
 from eecore.models.llama import LlamaModel
 from eecore.models.readers.checkpoint import Checkpoint, StoredTensors, check_shape
 from eecore.models.readers.config_fields import ConfigFields
-from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
-from eecore.models.weights import INT8_BLOCK_DEVICES, CodedForms, Coding, Filling, NewWeights
+from eecore.models.readers.stored_weights import StoredForms
+from eecore.models.weights import INT8_BLOCK_DEVICES, CodedForms, Coding, NewWeights
 
 
 def verifier_of(fields: ConfigFields) -> str:
@@ -28,13 +25,6 @@ def check_size(fields: ConfigFields, name: str, got: int, expected: int) -> None
     """Raise unless a size is the model's."""
     if got != expected:
         raise fields.wrong(name, f"{expected}, as the model has it", got)
-
-
-def opened(place: Path) -> AbstractContextManager[StoredTensors]:
-    """The tensors of a model's directory or GGUF file, those that draft among them."""
-    if is_file(place):
-        return nullcontext(GGUFCheckpoint(place, drafts=True))
-    return Checkpoint(place, drafts=True)
 
 
 def check_shapes(files: StoredTensors, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -71,11 +61,14 @@ def draft_tokens(files: Checkpoint, size: int, vocab_size: int) -> Tensor:
     return tokens
 
 
-def new_weights(network: LlamaModel) -> tuple[NewWeights, Filling]:
-    """New weights of a head, quantised like its model's, and what fills them."""
+def new_weights(files: StoredTensors, network: LlamaModel) -> tuple[NewWeights, StoredForms]:
+    """New weights of a head, and what fills them. Matrices have the blocks of the file; those that
+    are floats there are quantised like the model's.
+    """
     coding: Coding | None = None
     if network.weights.qkv.is_quantised:
         source = network.source
         coding = "int8" if source is not None and source.weights == "int8" else "int4"
-    forms = CodedForms(coding, int8_blocks=network.device.type in INT8_BLOCK_DEVICES)
-    return NewWeights(network.device, network.dtype, forms), Filling(coding)
+    coded = CodedForms(coding, int8_blocks=network.device.type in INT8_BLOCK_DEVICES)
+    forms = StoredForms(files, coded)
+    return NewWeights(network.device, network.dtype, forms), forms

@@ -6,15 +6,15 @@ A Qwen3.5's may be a GGUF file.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from eecore.config import ModelConfig
-from eecore.heads.files import check_shapes, check_size, new_weights, opened
+from eecore.heads.files import check_shapes, check_size, new_weights
 from eecore.heads.mtp import MtpHead, MtpWeights
 from eecore.heads.published import PublishedSettings
 from eecore.models.llama import LlamaModel, LlamaWeights
+from eecore.models.readers.checkpoint import StoredTensors
 from eecore.models.readers.config_fields import ConfigFields
 from eecore.models.weights import NewWeights, WeightView
 
@@ -93,8 +93,8 @@ def read_settings(fields: ConfigFields, model: ModelConfig) -> PublishedSettings
     )
 
 
-def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpHead:
-    """The layer in a checkpoint's directory, or in a GGUF file.
+def load(files: StoredTensors, fields: ConfigFields, network: LlamaModel) -> MtpHead:
+    """The layer in a checkpoint's directory, or in a GGUF file, whose blocks it keeps.
 
     Raises:
         ModelError: the layer is not whole, or is another model's; raised before memory is
@@ -130,17 +130,14 @@ def load(directory: Path, fields: ConfigFields, network: LlamaModel) -> MtpHead:
             if name.startswith(start)
         }
 
-    with opened(directory) as files:
-        meta = views_of(empty(NewWeights("meta", torch.float32)))
-        shapes = {name: tuple(view.weight.shape) for name, view in meta.items()}
-        check_shapes(files, shapes | {layout.projection: (hidden, 2 * hidden)})
-        new, filling = new_weights(network)
-        weights = empty(new)
-        for name, view in views_of(weights).items():
-            filling.fill(view, files.tensor(name))
-        stored = files.tensor(layout.projection)
-        parts = weights.of_token, weights.of_state
-        for part, at in zip(parts, (hidden, 0) if layout.state_first else (0, hidden), strict=True):
-            columns = stored[:, at : at + hidden].contiguous()
-            filling.fill(WeightView.of(part), columns)
-    return MtpHead(network, settings, weights, directory)
+    meta = views_of(empty(NewWeights("meta", torch.float32)))
+    shapes = {name: tuple(view.weight.shape) for name, view in meta.items()}
+    check_shapes(files, shapes | {layout.projection: (hidden, 2 * hidden)})
+    new, forms = new_weights(files, network)
+    weights = empty(new)
+    for name, view in views_of(weights).items():
+        forms.fill(view, name)
+    parts = weights.of_token, weights.of_state
+    for part, at in zip(parts, (hidden, 0) if layout.state_first else (0, hidden), strict=True):
+        forms.fill(WeightView.of(part), layout.projection, slice(at, at + hidden))
+    return MtpHead(network, settings, weights, files.place)

@@ -16,7 +16,7 @@ from eecore.models.network import (
 from eecore.models.prompt_attention import MIN_QUERIES, Chunks
 from eecore.models.readers import adopt
 from eecore.models.readers.checkpoint import Checkpoint
-from eecore.models.readers.draft_heads import check_draft_head, load_draft_head
+from eecore.models.readers.draft_heads import find_draft_head
 from eecore.models.readers.gguf_convert import convert_gguf
 from eecore.models.readers.head_file import find_head, load_head
 from eecore.models.readers.load import load_first_layers, load_model, load_tokenizer, read_config
@@ -51,11 +51,10 @@ __all__ = [
     "bytes_of_state",
     "bytes_per_token",
     "cache_dtype",
-    "check_draft_head",
     "convert_gguf",
     "exits_file",
+    "find_draft_head",
     "find_head",
-    "load_draft_head",
     "load_first_layers",
     "load_head",
     "load_model",

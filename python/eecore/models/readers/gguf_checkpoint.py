@@ -55,6 +55,8 @@ WHOLE_NAMES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias
 """Names of a layer's tensors that do not end as in a checkpoint."""
 TAPS = (".conv.conv.weight", ".linear_attn.conv1d.weight")
 """Ends of names of taps, [num_features, 1, taps] in a checkpoint."""
+PROJECTION = "mtp.fc.weight"
+"""The matrix of a layer that drafts whose halves are read apart."""
 DELTA_OUTPUT = ".linear_attn.out_proj.weight"
 FLOATS = {"F32": torch.float32, "F16": torch.float32, "BF16": torch.bfloat16}
 """The dtypes that stored floats run in; float16 runs in float32, which loses nothing."""
@@ -123,9 +125,9 @@ class GGUFCheckpoint(StoredTensors):
         return self.file.kind(self.stored_as[name])
 
     def forms(self, name: str) -> tuple[str, ...]:
-        """A tensor's kind, if it is a block format."""
+        """A tensor's kind, if it is a block format whose blocks the tensor's matrices fill."""
         kind = self.kind(name)
-        return (kind,) if kind in ops.BLOCK_FORMATS else ()
+        return (kind,) if kind in ops.BLOCK_FORMATS and self._is_whole(name) else ()
 
     def num_bytes(self, name: str) -> int:
         """Bytes of a tensor in the file."""
@@ -208,6 +210,11 @@ class GGUFCheckpoint(StoredTensors):
         place = str(self.place)
         chat = chat_settings(JsonFields(settings, place, CheckpointError))
         return Tokenizer(backend, chat, place)
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether no block lies in both halves of a row, where each half is a matrix."""
+        columns = self.file.block_columns(self.stored_as[name])
+        return name != PROJECTION or self.shape(name)[-1] // 2 % columns == 0
 
     @cached_property
     def _num_heads(self) -> dict[str, int]:

@@ -239,6 +239,10 @@ class GGUFFile:
         """How a tensor is stored: "Q4_0", "F16", ..."""
         return KINDS[self._stored(name).kind][0]
 
+    def block_columns(self, name: str) -> int:
+        """Numbers in a block of a tensor."""
+        return KINDS[self._stored(name).kind][1]
+
     def num_bytes(self, name: str) -> int:
         """Bytes of a tensor."""
         return self._stored(name).num_bytes

@@ -28,9 +28,9 @@ from eecore.models.weights import (
     Coding,
     Filling,
     Form,
-    MatrixForms,
     NewMatrix,
     NewWeights,
+    WeightView,
 )
 
 FIELDS = {
@@ -54,6 +54,7 @@ FIELDS = {
     "linear_attn.in_proj_qkv": "delta_first",
     "linear_attn.in_proj_z": "delta_first",
     "linear_attn.out_proj": "delta_last",
+    "mtp.fc": "projection",
     "model.embed_tokens": "embed_tokens",
     "lm_head": "lm_head",
 }
@@ -83,9 +84,9 @@ def load_weights(
     check_tensors(checkpoint, config)
     if isinstance(config, ModelConfig) and num_layers is not None:
         config = config.first_layers(num_layers)
-    forms: MatrixForms = CodedForms(coding, int8_blocks=device.type in INT8_BLOCK_DEVICES)
-    if checkpoint.own_form:
-        forms = _StoredForms(checkpoint)
+    forms = StoredForms(
+        checkpoint, CodedForms(coding, int8_blocks=device.type in INT8_BLOCK_DEVICES)
+    )
     try:
         new = NewWeights(device, dtype, forms)
         weights, views = empty_weights(config, embeddings_name(config, checkpoint), new)
@@ -94,15 +95,8 @@ def load_weights(
             f"{checkpoint.place}: expected memory for {config.num_parameters} weights on {device}, "
             f"got: {str(error).splitlines()[0]}"
         ) from None
-    filling = Filling(coding)
     for name, view in views.items():
-        format = _block_format(checkpoint.forms(name))
-        if view.table is not None and format is not None:
-            filling.pack(view, checkpoint.blocks(name), format, checkpoint.shape(name)[-1])
-        elif view.scale is not None and checkpoint.own_form:
-            view.fill_int8(*checkpoint.int8_rows(name))
-        else:
-            filling.fill(view, checkpoint.tensor(name))
+        forms.fill(view, name)
         checkpoint.release(name)
     return weights
 
@@ -124,7 +118,7 @@ def memory_of(
             found[name] = (INT8, size + 4 * checkpoint.shape(name)[0])
         else:
             format = _block_format(checkpoint.forms(name))
-            found[name] = (str(format), packed_bytes(checkpoint, name))
+            found[name] = (str(format), packed_bytes(checkpoint, name, checkpoint.shape(name)[-1]))
     return found
 
 
@@ -157,23 +151,52 @@ def field_of(name: str) -> str | None:
     return FIELDS.get(stem, FIELDS.get(".".join(stem.split(".")[-2:])))
 
 
-def packed_bytes(checkpoint: StoredTensors, name: str) -> int:
-    """Bytes that a matrix takes in its block format."""
+def packed_bytes(checkpoint: StoredTensors, name: str, num_columns: int) -> int:
+    """Bytes that some columns of a matrix take in its block format."""
     format = _block_format(checkpoint.forms(name))
     assert format is not None
-    return ops.packed_bytes(format, *checkpoint.shape(name))
+    return ops.packed_bytes(format, checkpoint.shape(name)[0], num_columns)
 
 
-class _StoredForms:
-    """The forms in which a checkpoint stores its matrices."""
+class StoredForms:
+    """The forms in which a checkpoint stores its matrices.
 
-    def __init__(self, checkpoint: StoredTensors) -> None:
-        self._checkpoint = checkpoint
-        self._forms = runs_as(checkpoint)
+    Args:
+        floats: the forms of the matrices that it stores as floats.
+
+    Attributes:
+        filling: fills weights in these forms.
+    """
+
+    def __init__(self, checkpoint: StoredTensors, floats: CodedForms) -> None:
+        self._checkpoint, self._floats = checkpoint, floats
+        self._forms, self.filling = runs_as(checkpoint), Filling(floats.coding)
 
     def form(self, matrix: NewMatrix) -> Form:
-        return self._forms[matrix.field]
+        stored = self._stored(matrix.field)
+        return self._floats.form(matrix) if stored == "floats" else stored
 
     def packed_bytes(self, matrix: NewMatrix) -> int:
+        if self._stored(matrix.field) == "floats":
+            return self._floats.packed_bytes(matrix)
         names = (name for name in self._checkpoint.names if field_of(name) == matrix.field)
-        return sum(packed_bytes(self._checkpoint, name) for name in names)
+        return sum(packed_bytes(self._checkpoint, name, matrix.shape[-1]) for name in names)
+
+    def fill(self, view: WeightView, name: str, columns: slice | None = None) -> None:
+        """Fill a view with a tensor, or with some of its columns, which are whole blocks."""
+        files, form = self._checkpoint, self._stored(field_of(name))
+        width = files.shape(name)[-1]
+        columns = columns or slice(0, width)
+        if form == "blocks" and view.table is not None:
+            format, blocks = _block_format(files.forms(name)), files.blocks(name)
+            assert format is not None
+            first, end = (at * blocks.shape[-1] // width for at in (columns.start, columns.stop))
+            blocks = blocks[:, first:end].contiguous()
+            self.filling.pack(view, blocks, format, columns.stop - columns.start)
+        elif form == "int8" and view.scale is not None:
+            view.fill_int8(*files.int8_rows(name))
+        else:
+            self.filling.fill(view, files.tensor(name)[..., columns].contiguous())
+
+    def _stored(self, field: str | None) -> Form:
+        return self._forms.get(field or "", "floats")
