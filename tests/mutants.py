@@ -2051,8 +2051,15 @@ READERS = (
     Mutant(
         "factor-of-yarn-in-gguf-dropped",
         "python/eecore/models/readers/gguf_config.py",
-        'for name in ("attn_factor", "yarn_attn_factor")',
-        'for name in ("attn_factor",)',
+        'rope["attention_factor"] = magnitude * whole',
+        'rope["attention_factor"] = whole',
+        "tests/models/test_gguf_metadata.py",
+    ),
+    Mutant(
+        "whole-factor-of-yarn-in-gguf-multiplied",
+        "python/eecore/models/readers/gguf_config.py",
+        "whole = _real(own, YARN_ATTENTION_FACTOR, ABOVE_ZERO, FACTORS[1], whole)",
+        "whole *= _real(own, YARN_ATTENTION_FACTOR, ABOVE_ZERO, FACTORS[1], 1.0)",
         "tests/models/test_gguf_metadata.py",
     ),
     Mutant(

@@ -495,8 +495,7 @@ def add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if family == "olmo3":
-        usual = 0.1 * math.log(rope["factor"]) + 1
-        writer.add_rope_scaling_attn_factors(rope["attention_factor"] / usual)
+        writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
     if family == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])

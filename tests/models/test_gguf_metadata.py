@@ -55,13 +55,13 @@ LOG = 0.1 * math.log(4) + 1
     [
         ({}, {}),
         ({"attn_factor": 0.5}, {"attention_factor": 0.5 * LOG}),
-        ({"yarn_attn_factor": 0.5}, {"attention_factor": 0.5 * LOG}),
-        ({"attn_factor": 0.5, "yarn_attn_factor": 0.5}, {"attention_factor": 0.25 * LOG}),
+        ({"yarn_attn_factor": LOG}, {}),
+        ({"yarn_attn_factor": 1.3}, {"attention_factor": 1.3}),
+        ({"attn_factor": 0.5, "yarn_attn_factor": 1.3}, {"attention_factor": 0.65}),
         ({"yarn_beta_fast": 16.0}, {"beta_fast": 16.0}),
         ({"yarn_beta_slow": 2.0}, {"beta_slow": 2.0}),
         ({"yarn_log_multiplier": 1.0}, {"attention_factor": 1.0}),
-        ({"yarn_ext_factor": -1.0, "finetuned": True}, {}),
-        ({"yarn_ext_factor": 1.0}, {}),
+        ({"yarn_ext_factor": 0.5, "finetuned": True}, {}),
     ],
 )
 def test_factors_of_yarn(
@@ -85,9 +85,9 @@ PLAIN = RopeConfig(rotary_dim=64)
     ("fields", "wanted"),
     [
         ({"scaling.factor": 4.0}, LINEAR),
+        ({"scaling.factor": 4.0, "scaling.yarn_ext_factor": 1.0}, LINEAR),
         ({"scale_linear": 4.0}, LINEAR),
         ({"scale_linear": 4.0, "scaling.factor": 4.0, "scaling.type": "linear"}, LINEAR),
-        ({**YARN, "scaling.yarn_ext_factor": 0.0}, LINEAR),
         ({"scale_linear": 1.0}, PLAIN),
         ({"scaling.factor": 0.0, "scaling.alpha": 0.0}, PLAIN),
         ({"scaling.type": "none", "scaling.factor": 4.0}, PLAIN),

@@ -485,8 +485,6 @@ REFUSED: dict[str, list[tuple[Change, str]]] = {
          "rope.scaling.factor: expected 0, or a number of at least"),
         ({"llama.rope.scaling.attn_factor": 1.5},
          "scaling.attn_factor: supported is 1 without yarn, got"),
-        ({"llama.rope.scaling.yarn_ext_factor": 1.0},
-         "yarn_ext_factor: supported is 0 or 0 for linear"),
         ({"llama.rope.freq_base_swa": 1e4},
          "llama.rope.freq_base_swa: supported are models without it"),
         ({"llama.rope.dimension_sections": [8, 8]}, "llama.rope.dimension_sections: supported are"),

@@ -52,6 +52,10 @@ SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 """The sampling settings of a GGUF file, and their names in a generation_config.json."""
+ATTENTION_FACTOR = "rope.scaling.attn_factor"
+"""The field of a factor of cosines and sines, multiplied with yarn's own."""
+YARN_ATTENTION_FACTOR = "rope.scaling.yarn_attn_factor"
+"""The field of all of yarn's own factor, which llama.cpp stores and does not read."""
 FIELDS = (
     "context_length",
     "embedding_length",
@@ -74,9 +78,9 @@ FIELDS = (
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
-    "rope.scaling.attn_factor",
-    "rope.scaling.yarn_attn_factor",
-    "rope.scaling.yarn_ext_factor",
+    ATTENTION_FACTOR,
+    YARN_ATTENTION_FACTOR,
+    "rope.scaling.yarn_ext_factor",  # no effect: llama.cpp reads it for Grok alone
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_log_multiplier",
@@ -323,7 +327,7 @@ def _longrope(
         "original_max_position_embeddings": own.integer(
             "rope.scaling.original_context_length", 1, MAX_POSITIONS, max_position
         ),
-        "attention_factor": _real(own, "rope.scaling.attn_factor", ABOVE_ZERO, FACTORS[1], 1.0),
+        "attention_factor": _real(own, ATTENTION_FACTOR, ABOVE_ZERO, FACTORS[1], 1.0),
     }
     for key, name in (("short_factor", SHORT_FACTORS), ("long_factor", LONG_FACTORS)):
         shape = file.shape(name) if name in file.names else None
@@ -340,24 +344,13 @@ def _one_rope(file: GGUFFile, own: JsonFields, head_dim: int, max_position: int)
     if kind not in ("none", "linear", "yarn"):
         raise file.unsupported("rope.scaling.type", "are none, linear, yarn", shown_name(kind))
     factor = 1.0 if kind == "none" else _factor(own)
-    # The factor of cosines and sines, multiplied with yarn's own.
-    magnitude = math.prod(
-        _real(own, f"rope.scaling.{name}", ABOVE_ZERO, FACTORS[1], 1.0)
-        for name in ("attn_factor", "yarn_attn_factor")
-    )
-    # Whether dimensions that turn often are kept, which is yarn; otherwise scaling is linear. A
-    # negative value means that the field is absent.
-    usual = float(kind == "yarn")
-    given = _real(own, "rope.scaling.yarn_ext_factor", -FACTORS[1], FACTORS[1], usual)
-    if given > 0 and given != usual:
-        known = f"is 0 or {usual:g} for {kind}"
-        raise file.unsupported("rope.scaling.yarn_ext_factor", known, given)
-    if usual and given != 0:
+    if kind == "yarn":
         if ROPE_FACTORS in file.names:
             raise file.unsupported("rope.scaling.type", f"is none beside {ROPE_FACTORS}", kind)
-        return _yarn_rope(own, theta, factor, magnitude, max_position)
+        return _yarn_rope(own, theta, factor, max_position)
+    magnitude = _real(own, ATTENTION_FACTOR, ABOVE_ZERO, FACTORS[1], 1.0)
     if magnitude != 1:
-        raise file.unsupported("rope.scaling.attn_factor", "is 1 without yarn", magnitude)
+        raise file.unsupported(ATTENTION_FACTOR, "is 1 without yarn", magnitude)
     if ROPE_FACTORS in file.names:
         if factor != 1:
             raise file.unsupported("rope.scaling.factor", f"is 1 beside {ROPE_FACTORS}", factor)
@@ -379,9 +372,7 @@ def _factor(own: JsonFields) -> float:
     return factor or older or 1.0
 
 
-def _yarn_rope(
-    own: JsonFields, theta: float, factor: float, magnitude: float, max_position: int
-) -> dict[str, Any]:
+def _yarn_rope(own: JsonFields, theta: float, factor: float, max_position: int) -> dict[str, Any]:
     original = "rope.scaling.original_context_length"
     rope: dict[str, Any] = {
         "rope_type": "yarn",
@@ -394,8 +385,11 @@ def _yarn_rope(
             rope[name] = _real(own, f"rope.scaling.yarn_{name}", ABOVE_ZERO, FACTORS[1], 1.0)
     log = 0.1 * math.log(factor)
     damped = _real(own, "rope.scaling.yarn_log_multiplier", 0.0, FACTORS[1], 0.0)
-    if magnitude != 1 or damped:
-        rope["attention_factor"] = magnitude * (log + 1) / (damped * log + 1)
+    if damped or not {ATTENTION_FACTOR, YARN_ATTENTION_FACTOR}.isdisjoint(own.values):
+        whole = (log + 1) / (damped * log + 1)
+        whole = _real(own, YARN_ATTENTION_FACTOR, ABOVE_ZERO, FACTORS[1], whole)
+        magnitude = _real(own, ATTENTION_FACTOR, ABOVE_ZERO, FACTORS[1], 1.0)
+        rope["attention_factor"] = magnitude * whole
     return rope
 
 
