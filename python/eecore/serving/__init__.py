@@ -6,8 +6,7 @@ thread), ``answering.py`` (runs them), ``tool_calls.py`` (finds calls in the ans
 ``shapes.py`` (writes the answer in OpenAI's format). ``responses.py`` turns a request to
 /v1/responses into a chat, ``response_shape.py`` its answer into items and events. ``depth.py``
 knows the exit policies that may be asked for, ``served.py`` the model, ``metrics.py`` counts,
-``tracing.py`` makes spans, ``server.py`` is the process. ``ray.py`` runs several servers on Ray
-Serve, ``replicas.py`` chooses the one that a request goes to. The server needs ``pip install
+``tracing.py`` makes spans, ``server.py`` is the process. The server needs ``pip install
 '.[serve]'``; importing the package alone does not.
 """
 
