@@ -6,8 +6,8 @@ thread), ``answering.py`` (runs them), ``tool_calls.py`` (finds calls in the ans
 ``shapes.py`` (writes the answer in OpenAI's format). ``responses.py`` turns a request to
 /v1/responses into a chat, ``response_shape.py`` its answer into items and events. ``depth.py``
 knows the exit policies that may be asked for, ``served.py`` the model, ``metrics.py`` counts,
-``tracing.py`` makes spans, ``server.py`` is the process. The server needs ``pip install
-'.[serve]'``; importing the package alone does not.
+``server.py`` is the process. The server needs ``pip install '.[serve]'``; importing the package
+alone does not.
 """
 
 from __future__ import annotations

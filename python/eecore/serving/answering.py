@@ -32,7 +32,6 @@ from eecore.serving.protocol import GenerationRequest, Request
 from eecore.serving.refusals import ApiError, as_api_error
 from eecore.serving.served import ServedModel
 from eecore.serving.shapes import Shape, Tokens
-from eecore.serving.tracing import RequestSpan, Tracing
 
 LOGGER = logging.getLogger("eecore")
 # Threads that read bodies and tokenize.
@@ -61,7 +60,6 @@ class Service:
     Args:
         max_body: bytes of the largest body.
         timeout: seconds for a request; None for no limit.
-        tracing: makes a span of each request; None: no spans.
     """
 
     served: ServedModel
@@ -69,7 +67,6 @@ class Service:
     metrics: Metrics
     max_body: int
     timeout: float | None
-    tracing: Tracing | None = None
     _preparing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PREPARING))
     _compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(COMPILING))
     _waiting: dict[object, float] = field(default_factory=dict)
@@ -163,7 +160,6 @@ class Generation(Answer[Asking]):
         self._stream_of: Shape | None = None
         """The shape of an answer that is streamed; None: the answer is whole."""
         self._is_started = False
-        self._began = time.time_ns()
 
     async def _answer(
         self, body: bytes, seats: Seats, scope: Scope, receive: Receive, send: Send
@@ -183,9 +179,7 @@ class Generation(Answer[Asking]):
             await service.compiled(said)
         asked: Asked = await service.beside(lambda: self._says(service.served, said))
         seats.take(len(asked.choices))
-        tracing = service.tracing
-        span = None if tracing is None else tracing.begin(scope, asked, self._began)
-        tally = Tally(service.metrics, asked, span)
+        tally = Tally(service.metrics, asked)
         shape = self._shape(service.served, asked)
         with tally:
             try:
@@ -272,15 +266,13 @@ class Tally:
     does count as cancelled.
     """
 
-    def __init__(self, metrics: Metrics, asked: Asked, span: RequestSpan | None) -> None:
-        self._metrics, self._left, self._span = metrics, len(asked.choices), span
-        self._outputs: list[Output] = []
+    def __init__(self, metrics: Metrics, asked: Asked) -> None:
+        self._metrics, self._left = metrics, len(asked.choices)
         self._policy = asked.choices[0].prepared.exit
         self.outcome = "cancelled"
 
     def ended(self, output: Output) -> None:
         self._left -= 1
-        self._outputs.append(output)
         self._metrics.ended(output.finish_reason, output, self._policy)
 
     def __enter__(self) -> Tally:
@@ -290,8 +282,6 @@ class Tally:
         if kind is not None and issubclass(kind, Exception) and self.outcome == "cancelled":
             self.outcome = "error"
         output = getattr(error, "output", None)  # the output of the sequence that failed
-        if self._span is not None:
-            self._span.end(self._outputs, self.outcome if self._left else None)
         for _ in range(self._left):
             self._metrics.ended(self.outcome, output, self._policy)
             output = None

@@ -90,8 +90,6 @@ def serve(
         server.run(sockets=[listener])  # on uvloop and httptools, where they are installed
     finally:
         service.served.engine.close()
-        if service.tracing is not None:
-            service.tracing.close()
     return server.cut_off
 
 

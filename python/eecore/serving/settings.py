@@ -19,7 +19,6 @@ from eecore.serving.metrics import Metrics
 from eecore.serving.protocol import MAX_CHOICES
 from eecore.serving.served import ServedModel
 from eecore.serving.tool_calls import TOOL_PARSERS, tool_format
-from eecore.serving.tracing import tracing_of_environment
 from eecore.values import shown
 
 GENERATION_CONFIGS = ("auto", "none")
@@ -130,8 +129,7 @@ def service_of(model: Model, settings: ServerSettings) -> Service:
     served = ServedModel(model, name, depths, engine, max_choices, calls, samples_as_model)
     labelled = map(policies.of, (usual, *aliases))
     metrics = Metrics(engine.engine, name, labelled)
-    bounds = (settings.max_body, settings.timeout)
-    return Service(served, admission, metrics, *bounds, tracing_of_environment())
+    return Service(served, admission, metrics, settings.max_body, settings.timeout)
 
 
 def _tools_template(model: Model) -> str | None:
