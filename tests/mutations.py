@@ -4,7 +4,7 @@ The faults are in ``tests/mutants.py``. Each is planted in a copy of the working
 ``build/mutations``, which is built there; then its tests run until one of them fails. Before, the
 same tests run without a fault, and must pass.
 
-What was found goes to ``tests/mutations.json`` after each fault. A run that was stopped goes on
+What was found goes to ``build/mutations.json`` after each fault. A run that was stopped goes on
 there, as long as neither the fault nor the working tree has changed.
 """
 
@@ -34,9 +34,9 @@ from mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / "mutations"
-RESULTS = ROOT / "tests" / "mutations.json"
+RESULTS = ROOT / "build" / "mutations.json"
 # Changes to these files change no result.
-WITHOUT_EFFECT = ("tests/mutations.json", "tests/mutations.py", "tests/mutants.py")
+WITHOUT_EFFECT = ("tests/mutations.py", "tests/mutants.py")
 TEST_TIMEOUT_S = 300
 """The time after which a test counts as failed: a fault may make it wait forever."""
 
