@@ -291,7 +291,6 @@ def test_the_exit_classifier(
         (("--learning-rate", "0"), REQUEST, "learning_rate: expected a number above 0"),
         (("--precision", "int4"), REQUEST, "precision: expected float32 or bfloat16"),
         (("--device", "tpu"), USAGE, "--device: expected cpu or cuda, got tpu"),
-        (("--shard",), REQUEST, "shard: expected several processes (torchrun) with GPUs, got one"),
         (("--accumulate", "17"), REQUEST, "accumulate: expected 1..batch_size=16, got 17"),
         (("--context", "4"), REQUEST, "data.jsonl:1: expected at most context=4 tokens"),
         (("--resume",), REQUEST, "run.json: expected a file, got nothing"),

@@ -183,11 +183,6 @@ class Run(Kept):
         None, "float32, or bfloat16 (autocast).", show_default="bfloat16 on a GPU"
     )
     gradient_checkpointing: bool = option(False, "Less memory, more time.")
-    shard: bool = option(
-        False,
-        "Divide weights and optimizer among the processes of torchrun (FSDP2), for a model that "
-        "does not fit into each of them.",
-    )
     device: str | None = option(None, show_default="cuda where there is a GPU")
 
 
@@ -287,7 +282,6 @@ def _train(
         lora=None if lora is None else LoraSettings(lora, alpha=2.0 * lora),
         precision=run.precision or ("bfloat16" if where == "cuda" else "float32"),  # type: ignore[arg-type]
         gradient_checkpointing=run.gradient_checkpointing,
-        shard=run.shard,
         checkpoint_seconds=60 * run.checkpoint_minutes,
         evaluate_steps=run.evaluate_steps,
         tensorboard=run.tensorboard,

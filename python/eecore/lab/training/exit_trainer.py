@@ -56,11 +56,6 @@ class ExitTrainer(StepTrainer):
             self._held_out = _Batches(held_out, config, self.exits.decoder_start)
         exits = self.exits.exit_layers
         measures = ("loss", "accuracy", "agreement")
-        sharding: dict[str, Any] = {}
-        if config.shard:
-            layers = (*self.exits.layers, *self.exits.encoder_layers)
-            kinds = sorted({type(layer).__name__ for layer in layers})
-            sharding = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": kinds}}
         super().__init__(
             model,
             config,
@@ -71,7 +66,6 @@ class ExitTrainer(StepTrainer):
             step_columns=tuple(f"loss_exit_{layer}" for layer in exits),
             evaluation_columns=tuple(f"{m}_exit_{layer}" for m in measures for layer in exits),
             on_cpu=self.exits.device.type == "cpu" if on_cpu is None else on_cpu,
-            **sharding,
         )
         self._batches.divide(self.args.process_index, self.args.world_size)
         if self._held_out is not None:
@@ -84,7 +78,6 @@ class ExitTrainer(StepTrainer):
                     config.layer_dropout,
                     num_steps=config.steps,
                     seed=config.seed + index,
-                    sharded=config.shard,
                 )
                 self._dropouts.append(self._wrapped.enter_context(dropout))
         if isinstance(config.loss, GateLoss):
@@ -234,7 +227,6 @@ def check_exits(exits: ExitModel, data: TokenData, config: TrainingConfig) -> No
     for name, expected in (
         ("layer_dropout", None),
         ("lora", None),
-        ("shard", False),
         ("gradient_checkpointing", False),
     ):
         value = getattr(config, name)

@@ -63,12 +63,10 @@ class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
         schedule: LayerDropout,
         num_steps: int,
         seed: int,
-        sharded: bool = False,
     ) -> None:
         self.schedule = schedule
         self.num_steps = num_steps
         self.seed = seed
-        self.sharded = sharded
         self._batch: int | None = None
         self._rows: list[int] = []
         self._layers = tuple(layers)
@@ -123,23 +121,15 @@ class LayerDropoutHandle(AbstractContextManager["LayerDropoutHandle"]):
         kept = kept_of_step if self._batch is None else kept_of_step[self._rows]
         if kept.all():
             return forward(*args, **kwargs)
-        is_run_for_others = False
         if not kept.any():
-            if not (self.sharded and kept_of_step.any()):
-                return _as_the_layer_returns(hidden, arguments)
-            # Other processes wait for this one's gradients, even if they are zero.
-            is_run_for_others = True
-            kept = torch.arange(len(hidden)) == 0
+            return _as_the_layer_returns(hidden, arguments)
         rows = kept.nonzero().squeeze(1).to(hidden.device, non_blocking=True)
         # Positional arguments stay positional, as reentrant checkpointing needs it.
         chosen = [_rows_of(value, rows, len(hidden)) for value in args]
         named = {name: _rows_of(value, rows, len(hidden)) for name, value in kwargs.items()}
         output = forward(*chosen, **named)
         states = output[0] if isinstance(output, tuple) else output
-        states = states.to(hidden.dtype)
-        if is_run_for_others:
-            states = hidden.index_select(0, rows) + 0 * states
-        merged = hidden.index_copy(0, rows, states)
+        merged = hidden.index_copy(0, rows, states.to(hidden.dtype))
         return _as_the_layer_returns(merged, arguments)
 
 
@@ -149,20 +139,17 @@ def drop_layers(
     *,
     num_steps: int,
     seed: int = 0,
-    sharded: bool = False,
 ) -> LayerDropoutHandle:
     """Wrap the decoder layers of a Hugging Face model (or the blocks of a T5) with layer dropout.
 
     Args:
         layers: in order; ``ExitModel.of(model).layers``, say.
         num_steps: T.
-        sharded: whether several processes share a layer's weights, so that all run it where any of
-            them does.
 
     Call ``begin_step(t)`` of the handle before each training step. KV caches are not supported:
     call the model with ``use_cache=False``. Gradient checkpointing is.
     """
-    return LayerDropoutHandle(layers, schedule, num_steps, seed, sharded)
+    return LayerDropoutHandle(layers, schedule, num_steps, seed)
 
 
 def _refuse_caches(arguments: Mapping[str, Any]) -> None:

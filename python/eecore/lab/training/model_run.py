@@ -100,7 +100,7 @@ def train(
     directory = path_of(out, TrainingError)
     place = state_path(directory)
     on_cpu = (device or next(model.parameters()).device.type) == "cpu"
-    _check_processes(config, on_cpu)
+    _check_processes(config)
     if config.tensorboard:
         tensorboard_writer()
     exits = ExitModel.of(model)  # refuses an unsupported model before it is changed
@@ -121,12 +121,10 @@ def train(
         finished = trainer.run(should_stop, shows=shows)
         if finished and held_out is not None and trainer.exit_scores is None:
             trainer.scores()  # stopped between the last step and here
-        weights = trainer.accelerator.get_state_dict(trainer.model) if config.shard else None
     if finished and trainer.is_world_process_zero():
         _save(
             trained,
             directory,
-            weights,
             config=config,
             scores=trainer.exit_scores,
             tokens=trainer.tokens,
@@ -143,13 +141,8 @@ def state_path(out: str | Path) -> Path:
     return Path(out) / "training"
 
 
-def _check_processes(config: TrainingConfig, on_cpu: bool) -> None:
+def _check_processes(config: TrainingConfig) -> None:
     processes = num_processes()
-    if config.shard and (processes == 1 or on_cpu):
-        got = "one process" if processes == 1 else "the CPU"
-        raise TrainingError(f"shard: expected several processes (torchrun) with GPUs, got {got}")
-    if config.shard and config.lora is not None:
-        raise TrainingError("lora: expected None with shard, got adapters")
     pieces = processes * config.accumulate
     if config.batch_size < pieces:
         raise TrainingError(
@@ -191,7 +184,6 @@ def _with_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
 def _save(
     model: Any,
     directory: Path,
-    weights: dict[str, Any] | None,
     *,
     config: TrainingConfig,
     scores: ExitScores | None,
@@ -204,7 +196,7 @@ def _save(
             model.save_pretrained(str(partial / "adapter"))
             model = model.merge_and_unload()
         with no_progress_bars():
-            model.save_pretrained(str(partial), state_dict=weights)
+            model.save_pretrained(str(partial))
         place = tokenizer_directory or directory
         for name in TOKENIZER_FILES if place != directory else ():
             for source in place.glob(name):

@@ -151,8 +151,6 @@ class TrainingConfig(RunConfig):
             the result is that of the whole batch.
         packing: positions of a row, which several sequences share; ``batch_size`` then counts rows.
             None for a row for each sequence.
-        shard: divide weights, gradients and the optimizer's state among the processes (FSDP2), not
-            only the batch.
         evaluate_batches: held-out batches that the exits are scored on.
     """
 
@@ -165,7 +163,6 @@ class TrainingConfig(RunConfig):
     gradient_checkpointing: Annotated[bool, FLAG] = False
     accumulate: Annotated[int, whole(1, MAX_SIZE)] = 1
     packing: Annotated[int | None, whole(1, MAX_STEPS)] = None
-    shard: Annotated[bool, FLAG] = False
     evaluate_batches: Annotated[int, whole(1, MAX_STEPS)] = 16
 
     def __post_init__(self) -> None:

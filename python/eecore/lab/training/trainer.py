@@ -43,7 +43,6 @@ class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         step_columns: names of the values of :meth:`losses` in the log.
         evaluation_columns: names of :meth:`scores` in the log.
         on_cpu: whether the run stays off a GPU that is there.
-        **more: further arguments of transformers' ``TrainingArguments``.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         step_columns: tuple[str, ...],
         evaluation_columns: tuple[str, ...],
         on_cpu: bool = True,
-        **more: Any,
     ) -> None:
         self.config, self.directory = config, directory
         self.step_columns, self.evaluation_columns = step_columns, evaluation_columns
@@ -84,7 +82,6 @@ class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
             use_cpu=on_cpu,
             log_level="error",
             log_level_replica="error",
-            **more,
         )
         arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs are for torchrun
         uses_cache = getattr(getattr(model, "config", None), "use_cache", None)
