@@ -332,6 +332,20 @@ CPU_KERNELS = (
         "tests/across_ops/test_tiles.py -k manual",
     ),
     Mutant(
+        "waiting-rows-take-the-next-blocks-scales",
+        "csrc/cpu/super_tiles.h",
+        "&room.scales[i % 2], room.sums[parity]",
+        "&room.scales[(i + 1) % 2], room.sums[parity]",
+        "tests/across_ops/test_block_sums.py -k 'definition and Q4_K'",
+    ),
+    Mutant(
+        "both-minima-of-a-pair-are-the-first",
+        "csrc/cpu/panel_blocks.h",
+        "load_unsigned(minima + kBytes)",
+        "load_unsigned(minima)",
+        "tests/across_ops/test_block_sums.py -k 'definition and Q5_K'",
+    ),
+    Mutant(
         "few-rows-are-summed-in-two-halves",
         "csrc/cpu/skinny_gemm.h",
         "        multiply_block<1, F::kMaxInOrder>(block, num_batch, 0);\n",

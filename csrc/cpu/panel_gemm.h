@@ -44,15 +44,19 @@ inline HalfSums sums_of(__m256i q) {
 
 #endif
 
-// largest_of: the bits of the largest magnitude of v: [32].
+// largest_of: the bits of the largest magnitude of v: [kCount], a multiple of 32.
 // quantise: v * to_q to nearest even as q: [32], zeros where to_q is 0.
 #if defined(__AVX512F__)
 
+template <int64_t kCount>
 inline uint32_t largest_of(const float* v) {
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  return _mm512_reduce_max_epu32(
-      _mm512_max_epu32(_mm512_and_si512(_mm512_loadu_si512(v), magnitude),
-                       _mm512_and_si512(_mm512_loadu_si512(v + 16), magnitude)));
+  __m512i larger = _mm512_setzero_si512();
+  for (int64_t i = 0; i < kCount; i += 16) {
+    const __m512i magnitude =
+        _mm512_and_si512(_mm512_loadu_si512(v + i), _mm512_set1_epi32(0x7fffffff));
+    larger = _mm512_max_epu32(larger, magnitude);
+  }
+  return _mm512_reduce_max_epu32(larger);
 }
 inline HalfSums quantise(const float* v, float to_q, int8_t* out) {
   const __mmask16 usable = to_q > 0.0f ? 0xffff : 0;
@@ -67,10 +71,11 @@ inline HalfSums quantise(const float* v, float to_q, int8_t* out) {
 
 #elif defined(__AVX2__)
 
+template <int64_t kCount>
 inline uint32_t largest_of(const float* v) {
   __m256i larger = _mm256_setzero_si256();
-  for (int i = 0; i < 4; ++i) {
-    const __m256i bits = _mm256_castps_si256(_mm256_loadu_ps(v + 8 * i));
+  for (int64_t i = 0; i < kCount; i += 8) {
+    const __m256i bits = _mm256_castps_si256(_mm256_loadu_ps(v + i));
     larger = _mm256_max_epu32(larger, _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
   }
   __m128i most = _mm_max_epu32(_mm256_castsi256_si128(larger), _mm256_extracti128_si256(larger, 1));
@@ -97,9 +102,10 @@ inline HalfSums quantise(const float* v, float to_q, int8_t* out) {
 
 #else
 
+template <int64_t kCount>
 inline uint32_t largest_of(const float* v) {
   uint32_t largest = 0;
-  for (int i = 0; i < kBlockColumns; ++i) {
+  for (int64_t i = 0; i < kCount; ++i) {
     uint32_t bits;
     __builtin_memcpy(&bits, v + i, 4);
     bits &= 0x7fffffffu;
@@ -122,7 +128,7 @@ inline HalfSums quantise(const float* v, float to_q, int8_t* out) {
 
 // v: [32]
 inline void quantise_block(const float* v, XBlock* out) {
-  const BlockScale scale = block_scale(largest_of(v));
+  const BlockScale scale = block_scale(largest_of<kBlockColumns>(v));
   const HalfSums sums = quantise(v, scale.to_q, out->q);
   out->scale = scale.scale;
   out->scaled_sum = scale.scale * static_cast<float>(sums.low + sums.high);
@@ -130,15 +136,9 @@ inline void quantise_block(const float* v, XBlock* out) {
 }
 // v: [256]
 inline void quantise_super_block(const float* v, XSuperBlock* out) {
-  constexpr int64_t kBlocks = kSuperColumns / kBlockColumns;
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < kBlocks; ++i) {
-    const uint32_t bits = largest_of(v + i * kBlockColumns);
-    largest = bits > largest ? bits : largest;
-  }
-  const BlockScale scale = block_scale(largest);
+  const BlockScale scale = block_scale(largest_of<kSuperColumns>(v));
   out->scale = scale.scale;
-  for (int64_t i = 0; i < kBlocks; ++i) {
+  for (int64_t i = 0; i < kSuperColumns / kBlockColumns; ++i) {
     const HalfSums sums =
         quantise(v + i * kBlockColumns, scale.to_q, out->q + i * kBlockColumns);
     out->half_sums[2 * i] = static_cast<int16_t>(sums.low);

@@ -49,9 +49,9 @@ void multiply_bytes(const uint8_t* left, const uint8_t* right, int32_t* out) {
   U::begin(panel_tiles(kTileSide));
   U::template load<kLeftTile>(left, kBlockColumns);
   U::template load<kRightTile>(right, kTileRowBytes);
-  U::template zero<1>();
-  U::template multiply_bytes<1, kLeftTile, kRightTile, kSignedLeft, kSignedRight>();
-  U::template store<1>(out);
+  U::template zero<0>();
+  U::template multiply_bytes<0, kLeftTile, kRightTile, kSignedLeft, kSignedRight>();
+  U::template store<0>(out);
   U::end();
 }
 
