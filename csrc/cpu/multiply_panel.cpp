@@ -5,8 +5,7 @@ namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
 template <BlockFormat kFormat>
-using DotOf =
-    PanelDot<has_halves(kFormat) ? 4 : 8, quant_bits(kFormat), has_sub_scales(kFormat)>;
+using DotOf = PanelDot<has_halves(kFormat) ? 4 : 8, quant_bits(kFormat), has_sub_scales(kFormat)>;
 
 // Multiplies group kGroup of columns of a block of two parts with row b of x, whose columns of the
 // block are q_of_x.
@@ -64,9 +63,8 @@ template <BlockFormat kFormat, int kRows, bool kIsSigned>
       corrected = add_pairs(corrected, factors[i], part_sums<kFormat>(x[b]) + 2 * i);
     }
     const Vec total = load(sums + b * stride), x_scale = broadcast(x[b].scale);
-    store(sums + b * stride,
-          add_exact<kFormat>(has_minima(kFormat) ? exact[b] : corrected, corrected, scales, x_scale,
-                             total));
+    store(sums + b * stride, add_exact<kFormat>(has_minima(kFormat) ? exact[b] : corrected,
+                                                corrected, scales, x_scale, total));
   }
 }
 
@@ -369,9 +367,9 @@ int64_t multiply_batch(const PanelProduct& product, const PanelPart& panel, int6
   }
   const auto multiply_into = [&](float* sums, int64_t stride) {
     for (int64_t lane = 0; lane < kPanelRows; lane += kWidth) {
-      multiply_part<kFormat, kBatch, kNear>(
-          panel.from(lane), XRows<kFormat>(product, b),
-          b == 0 && lane == 0 ? product.ahead : nullptr, sums + lane, stride);
+      multiply_part<kFormat, kBatch, kNear>(panel.from(lane), XRows<kFormat>(product, b),
+                                            b == 0 && lane == 0 ? product.ahead : nullptr,
+                                            sums + lane, stride);
     }
   };
   if (product.count == kPanelRows) {

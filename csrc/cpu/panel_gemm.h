@@ -139,8 +139,7 @@ inline void quantise_super_block(const float* v, XSuperBlock* out) {
   const BlockScale scale = block_scale(largest_of<kSuperColumns>(v));
   out->scale = scale.scale;
   for (int64_t i = 0; i < kSuperColumns / kBlockColumns; ++i) {
-    const HalfSums sums =
-        quantise(v + i * kBlockColumns, scale.to_q, out->q + i * kBlockColumns);
+    const HalfSums sums = quantise(v + i * kBlockColumns, scale.to_q, out->q + i * kBlockColumns);
     out->half_sums[2 * i] = static_cast<int16_t>(sums.low);
     out->half_sums[2 * i + 1] = static_cast<int16_t>(sums.high);
     out->sums[i] = static_cast<int16_t>(sums.low + sums.high);

@@ -97,7 +97,8 @@ template <typename U, BlockFormat kFormat, int kRows, bool kOpens>
       open_block(part, begin + opened, &room.blocks[opened]);
     }
     if (multiplied >= 0 && multiplied < count) {
-      multiply_open<U>(room.blocks[multiplied], x.at(multiplied), room.sums[multiplied % kWaiting].v);
+      multiply_open<U>(room.blocks[multiplied], x.at(multiplied),
+                       room.sums[multiplied % kWaiting].v);
     }
     if (i >= 0) {
       add_sums<kFormat, kRows>(room.blocks[i], room.sums[i % kWaiting].v, x.at(i), totals);

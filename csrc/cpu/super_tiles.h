@@ -52,17 +52,17 @@ struct alignas(64) SuperRoom {
 [[gnu::always_inline]] inline void open_group(__m512i quants, __m512i factors, __m512i offsets,
                                               uint8_t* low, uint8_t* high) {
   const __m512i even_bytes = _mm512_set1_epi16(255);
-  const __m512i even = _mm512_sub_epi16(
-      _mm512_mullo_epi16(_mm512_and_si512(quants, even_bytes), factors), offsets);
+  const __m512i even =
+      _mm512_sub_epi16(_mm512_mullo_epi16(_mm512_and_si512(quants, even_bytes), factors), offsets);
   const __m512i odd =
       _mm512_sub_epi16(_mm512_mullo_epi16(_mm512_srli_epi16(quants, 8), factors), offsets);
   constexpr int kSelect = 0xca;  // the first of three decides which of the others
   const __m512i lower =
       _mm512_ternarylogic_epi32(even_bytes, even, _mm512_slli_epi16(odd, 8), kSelect);
   _mm512_store_si512(low, _mm512_and_si512(lower, _mm512_set1_epi8((1 << kLowBits) - 1)));
-  _mm512_store_si512(high, _mm512_ternarylogic_epi32(
-                               even_bytes, _mm512_srai_epi16(even, kLowBits),
-                               _mm512_slli_epi16(odd, 8 - kLowBits), kSelect));
+  _mm512_store_si512(high,
+                     _mm512_ternarylogic_epi32(even_bytes, _mm512_srai_epi16(even, kLowBits),
+                                               _mm512_slli_epi16(odd, 8 - kLowBits), kSelect));
 }
 
 template <BlockFormat kFormat>
@@ -98,8 +98,7 @@ inline void open_super_block(const PanelPart& part, int64_t i, SuperRoom<kFormat
       } else {
         const __m512i offsets =
             has_minima(kFormat) ? _mm512_setzero_si512() : _mm512_mullo_epi16(pairs, offset);
-        open_group(q[g].v, pairs, offsets, low,
-                   room.q[1][block / 2] + first + g * kTileRowBytes);
+        open_group(q[g].v, pairs, offsets, low, room.q[1][block / 2] + first + g * kTileRowBytes);
       }
     }
   }
@@ -135,8 +134,7 @@ template <BlockFormat kFormat>
 // become floats.
 template <typename U, BlockFormat kFormat, bool kTwoGroups>
 [[gnu::noinline]] void multiply_super(const SuperRoom<kFormat>& room, const XRows<kFormat>& x,
-                                      const WaitingRows<kFormat>& waiting,
-                                      SumTile<int32_t>* sums) {
+                                      const WaitingRows<kFormat>& waiting, SumTile<int32_t>* sums) {
   constexpr bool kTwoBytes = !is_one_byte(kFormat);
   const auto* q = reinterpret_cast<const uint8_t*>(x.first->q);
   const TileStream left[] = {{q, x.stride, kTileRowBytes},
@@ -146,9 +144,8 @@ template <typename U, BlockFormat kFormat, bool kTwoGroups>
   zero_sums<U, kTwoGroups, kTwoBytes>();
   const int64_t rows = waiting.num_rows / kSteps;
   multiply_streams<U, TileProduct::kBytesSS, TileProduct::kBytesSS, kTwoGroups, kTwoBytes>(
-      left, right, kSteps, [&](int64_t step) {
-        add_waiting<kFormat>(waiting, step * rows, (step + 1) * rows);
-      });
+      left, right, kSteps,
+      [&](int64_t step) { add_waiting<kFormat>(waiting, step * rows, (step + 1) * rows); });
   store_sums<U, kTwoGroups, kTwoBytes>(sums);
 }
 
@@ -157,7 +154,8 @@ template <typename U, BlockFormat kFormat>
 void multiply_super_blocks(const PanelProduct& product, const PanelPart& panel) {
   auto& room = kept_by_thread<SuperRoom<kFormat>>();
   const int64_t num_batch = product.num_batch, groups = ceil_div(num_batch, kTileSide);
-  __builtin_memset(room.totals, 0, sizeof(room.totals[0]) * static_cast<uint64_t>(groups * kTileSide));
+  __builtin_memset(room.totals, 0,
+                   sizeof(room.totals[0]) * static_cast<uint64_t>(groups * kTileSide));
   const int64_t num_blocks = panel.num_blocks * kBlockColumns / kSuperColumns;
   const XRows<kFormat> x(product, 0);
   WaitingRows<kFormat> waiting{x, room.scales, room.sums[0], room.totals, 0};

@@ -18,7 +18,7 @@ from coded_calls import FORMATS
 from eecore import _C, ops
 from packed_blocks import SCALES, block_sizes, random_blocks
 
-# Rows of x, of the weight, and super-blocks of columns: around tiles, and the fewest that take them.
+# Rows of x and of the weight, and super-blocks: around tiles, and the fewest rows that take them.
 SIZES = ((1, 21, 3), (8, 16, 1), (9, 33, 2), (13, 5, 1), (16, 16, 3), (17, 40, 1), (33, 21, 2),
          (47, 16, 1), (259, 18, 2))  # fmt: skip
 
