@@ -1,8 +1,8 @@
-"""Products of int8 and packed weights with the kernels of each capability of the CPU.
+"""Products of weights with the kernels of each capability of the CPU, and with torch's.
 
 python -m bench capabilities [--rounds 15]
 
-Capabilities take turns, also the model of AVX-VNNI, whose instructions take as long as AVX-VNNI's
+Capabilities and torch's own product in bfloat16 take turns, also the model of AVX-VNNI, whose instructions take as long as AVX-VNNI's
 would on this CPU; the fastest round counts, in CPU time of one thread. Portable kernels and the
 software model of tiles are left out. Writes bench/results/capabilities.json and its table in
 bench/results/ops.md.
@@ -28,7 +28,7 @@ from eecore.models.int8 import quantise_rows
 from tests.cases import cpu_capabilities
 from tests.packed_blocks import random_blocks
 
-FORMATS = ("int8", "Q4_0", "Q4_K", "Q8_0", "Q6_K")
+FORMATS = ("bfloat16", "int8", "Q4_0", "Q4_K", "Q8_0", "Q6_K")
 ROWS = (1, 8, 32, 512)
 """Rows of x."""
 SIZE = 2048
@@ -38,7 +38,9 @@ MIN_ROWS = 64
 
 
 def product(form: str, x: Tensor) -> Callable[[], Tensor]:
-    """The product of x with a weight of a form."""
+    """The product of x with a weight of a form; of bfloat16 with x in bfloat16."""
+    if form == "bfloat16":
+        return partial(ops.skinny_linear, x.bfloat16(), torch.randn(SIZE, SIZE).bfloat16())
     if form == "int8":
         weight, scale = quantise_rows(torch.randn(SIZE, SIZE))
         return partial(ops.skinny_linear, x, weight, weight_scale=scale)
@@ -46,9 +48,10 @@ def product(form: str, x: Tensor) -> Callable[[], Tensor]:
     return partial(ops.skinny_linear, x, packed.weight, weight_table=packed.table)
 
 
-def on(capability: str, run: Callable[[], object], times: int) -> TimedCall:
-    """Runs on the kernels of a capability, and their CPU time."""
-    _C.set_cpu_capability(capability)
+def on(capability: str | None, run: Callable[[], object], times: int) -> TimedCall:
+    """Runs on the kernels of a capability, or of none in particular, and their CPU time."""
+    if capability is not None:
+        _C.set_cpu_capability(capability)
     began = time.process_time()
     for _ in range(times):
         run()
@@ -60,12 +63,12 @@ def compared() -> list[str]:
     return [name for name in cpu_capabilities() if name not in ("portable", "amx_model")]
 
 
-def peaks() -> Row:
-    """What each capability reaches with products of bytes alone."""
-    row: Row = {"weight": "products of bytes alone", "rows": ""}
+def peaks(kind: str, dtype: torch.dtype) -> Row:
+    """What each capability reaches with products of one kind alone."""
+    row: Row = {"weight": f"products of {kind} alone", "rows": ""}
     for name in compared():
         _C.set_cpu_capability(name)
-        row[name] = multiply_ceiling(torch.int8) / 1e9
+        row[name] = multiply_ceiling(dtype) / 1e9
     return row
 
 
@@ -74,6 +77,10 @@ def measured(form: str, num_rows: int, rounds: int) -> Row:
     run = product(form, torch.randn(num_rows, SIZE))
     times = max(1, MIN_ROWS // num_rows)
     runs = {name: partial(on, name, run, times) for name in compared()}
+    if form == "bfloat16":
+        weight = torch.randn(SIZE, SIZE).bfloat16()
+        plain = partial(torch.nn.functional.linear, torch.randn(num_rows, SIZE).bfloat16(), weight)
+        runs["torch"] = partial(on, None, plain, times)
     turns = take_turns(runs, rounds)
     work = 2e-9 * SIZE * SIZE * num_rows * times
     return {
@@ -89,7 +96,7 @@ def table(result: Figures) -> str:
     columns += [(name, f"{{{name}:.0f}}") for name in names]
     about = (
         f"Thousand millions of multiplications and additions a second, weights of {SIZE} x {SIZE}, "
-        f"states in float32, CPU time, the fastest of {result['rounds']} rounds in turns. "
+        f"states in float32, with bfloat16 weights in bfloat16; CPU time, the fastest of {result['rounds']} rounds in turns. "
         f"1 thread, {result['cpu']}, torch {result['torch']}. `python -m bench capabilities`"
     )
     return f"{table_of(columns, result['rows'])}\n\n{about}"
@@ -109,6 +116,6 @@ def main(words: Sequence[str]) -> None:
         for num_rows in arguments.rows:
             rows.append(measured(form, num_rows, arguments.rounds))
             say(rows[-1])
-    rows.append(peaks())
+    rows += [peaks("bytes", torch.int8), peaks("bfloat16", torch.bfloat16)]
     result = {**facts, "rounds": arguments.rounds, "rows": rows}
     REPORTS[0].finish(result, arguments)
