@@ -201,8 +201,3 @@ def warn_if_untested() -> None:
                 found,
             )
         return
-
-
-def register() -> None:
-    """The general plugin that vLLM calls when it starts: warns of an untested version."""
-    warn_if_untested()
