@@ -65,11 +65,11 @@ def said(page: str, program: str) -> list[list[str]]:
 
 
 @cache
-def options(*names: str) -> set[str]:
-    """The options of a command of eecore, which has to exist."""
+def options(name: str = "") -> set[str]:
+    """The options of eecore, or of a command of it, which has to exist."""
     command: Any = command_line()
-    for name in names:
-        assert name in command.commands, f"eecore {' '.join(names)}: there is no such command"
+    if name:
+        assert name in command.commands, f"eecore {name}: there is no such command"
         command = command.commands[name]
     every = {"--help", "-h"}
     for parameter in command.params:
@@ -80,23 +80,18 @@ def options(*names: str) -> set[str]:
 @PAGE
 def test_commands_and_their_options_are_there(page: str) -> None:
     for words in said(page, "eecore"):
-        if words[0].startswith("-"):
-            names: list[str] = []
-        else:
-            names = words[: 2 if words[0] == "evaluate" and len(words) > 1 else 1]
+        name = "" if words[0].startswith("-") else words[0]
         for word in words:
             if word.startswith("--"):
-                assert word.partition("=")[0] in options(*names), f"eecore {' '.join(words)}"
-        assert options(*names)
+                assert word.partition("=")[0] in options(name), f"eecore {' '.join(words)}"
+        assert options(name)
 
 
 def test_options_of_running_text_belong_to_some_command() -> None:
     command: Any = command_line()
     every: set[str] = set()
     for name in command.commands:
-        inner = getattr(command.commands[name], "commands", {})
-        for names in [(name,), *((name, below) for below in inner)]:
-            every |= options(*names)
+        every |= options(name)
     pages = ("exit-modes", "python", "command-line", "serving", "models", "lab")
     found = 0
     for page in pages:

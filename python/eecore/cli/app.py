@@ -27,15 +27,14 @@ COMMANDS = {
     "verify": "lab.commands.verify:verify",
     "calibrate": "cli.calibrate:calibrate",
     "sweep": "lab.commands.evaluate:sweep",
-    "evaluate layerskip": "lab.commands.evaluate:layerskip",
-    "evaluate calm": "lab.commands.evaluate_calm:calm",
+    "evaluate": "lab.commands.evaluate:evaluate",
 }
 """The module and the function of each command, imported when the command is run or listed."""
 
 
 @cache
 def command_line(*names: str) -> Any:
-    """The command, with the subcommands whose first word is one of ``names``, or with all."""
+    """The command, with the subcommands of ``names``, or with all."""
     app = typer.Typer(
         name="eecore",
         help="Run language models with just enough layers for each token.",
@@ -46,19 +45,12 @@ def command_line(*names: str) -> Any:
         context_settings={"help_option_names": ["-h", "--help"]},
         callback=_options,
     )
-    evaluations = typer.Typer(
-        help="The papers' tables, for any model and data.", no_args_is_help=True, epilog=EXIT_CODES
-    )
     for name, place in COMMANDS.items():
-        group, _, own = name.rpartition(" ")
-        if not names or name.split()[0] in names:
+        if not names or name in names:
             module, _, function = place.partition(":")
             with kept():
                 command = getattr(import_module(f"eecore.{module}"), function)
-            where = evaluations if group else app
-            where.command(own, epilog=EXIT_CODES)(reports_failures(command))
-    if evaluations.registered_commands:
-        app.add_typer(evaluations, name="evaluate")
+            app.command(name, epilog=EXIT_CODES)(reports_failures(command))
     return typer.main.get_command(app)
 
 
@@ -69,7 +61,7 @@ def run(arguments: list[str]) -> int:
         for argument in arguments:
             if "\0" in argument:
                 raise UsageError(f"expected arguments without NUL, got {argument[:80]!r}")
-        asked = {name.split()[0] for name in COMMANDS} & set(arguments[:1])
+        asked = COMMANDS.keys() & set(arguments[:1])
         command = command_line(*asked)
         code = int(command(args=arguments, prog_name="eecore", standalone_mode=False) or 0)
         sys.stdout.flush()

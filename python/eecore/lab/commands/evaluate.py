@@ -1,4 +1,4 @@
-"""``eecore evaluate layerskip`` and ``eecore sweep``: what exits and speculation gain."""
+"""``eecore evaluate`` and ``eecore sweep``: what exits and speculation gain."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from eecore.cli.files import beside, check_out
 from eecore.cli.loading import ModelPath, check_path
 from eecore.cli.options import LoadOptions, option, takes_options
 from eecore.cli.process import INTERRUPTED
+from eecore.exit_text import Policies
 from eecore.files.builtin import BUILTIN
 from eecore.files.whole import write_text
 from eecore.lab.commands.progress import ProgressLine
 
 if TYPE_CHECKING:
     from eecore.calibration import Example
+    from eecore.exits import Exit
     from eecore.lab.evaluation.timed import TimedRun
 
-Batch = Annotated[int, typer.Option(min=1, help="Prompts that run together.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds, in which each takes its turn.")]
 
 
@@ -44,14 +45,16 @@ class Prompts:
 
 
 @takes_options
-def layerskip(
+def evaluate(
     model: ModelPath,
     prompts: Prompts,
     loading: LoadOptions,
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="fixed:E, speculative:E,D or draft-verify; repeatable.",
+            help="As --exit of generate, or an object as over HTTP, such as "
+            '\'{"mode": "confident", "measure": "state", "threshold": 0.95, "batch": "all"}\'; '
+            "may be repeated.",
             show_default="exits after a quarter, half and three quarters of the layers",
         ),
     ] = None,
@@ -60,47 +63,68 @@ def layerskip(
         str | None, typer.Option(help="Exits to score: 4,8,12 or none.", show_default="all")
     ] = None,
     metric: Annotated[str, typer.Option(help="rouge2, rougeL or exact.")] = "rouge2",
-    batch_size: Batch = 1,
+    batch_size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Prompts that run together; may be repeated.", show_default="1"),
+    ] = None,
     rounds: Rounds = 3,
     out: Annotated[
         Path | None, typer.Option(help="Also write NAME.json and NAME.md.", metavar="NAME")
     ] = None,
 ) -> int:
-    """LayerSkip's tables: every exit, modes side by side, and what reuse saves."""
+    """The tables of the papers: every exit, and modes side by side with quality, exit rate and
+    speed.
+    """
     directory = check_path(model)
     check_out("--out", out, is_stem=True)
 
-    from eecore.lab.evaluation.layerskip import evaluate_layerskip
+    from eecore.calibration import SIMILARITIES
+    from eecore.exits import ConfidentExit
+    from eecore.lab.evaluation.modes import evaluate_modes
     from eecore.models import read_config
 
+    if metric not in SIMILARITIES:
+        raise UsageError(f"--metric: expected {', '.join(SIMILARITIES)}, got {metric!r}")
     examples = prompts.read()
     config = read_config(directory)
-    words = mode or _default_modes(config.exit_layers)
     policies = [
-        ExitOptions(word, skips=skips if word.startswith("draft-verify") else None).policy()
-        for word in words
+        _policy(words, directory, skips) for words in mode or _default_modes(config.exit_layers)
     ]
     for policy in policies:
         policy.check(config)
     chosen = None
     if layers is not None:
         chosen = () if layers == "none" else parse_layers("--layers", layers)
-    report = evaluate_layerskip(
-        loading.load(directory),
+    confident = [each for each in policies if isinstance(each, ConfidentExit)]
+    calibrated = next((each for each in confident if each.calibration is not None), None)
+    report = evaluate_modes(
+        loading.load(directory, calibrated),
         examples,
-        policies,  # type: ignore[arg-type]
+        policies,
         layers=chosen,
         metric=metric,
         max_tokens=prompts.max_tokens,
-        batch_size=batch_size,
+        batch_sizes=tuple(dict.fromkeys(batch_size or (1,))),
         rounds=rounds,
-        progress=show_turn,
+        progress=_show_turn,
     )
     print(report.markdown())
     if out is not None:
         write_text(beside(out, "json"), json.dumps(asdict(report), indent=2) + "\n")
         write_text(beside(out, "md"), report.markdown() + "\n")
     return 0
+
+
+def _policy(said: str, directory: Path, skips: Path | None) -> Exit:
+    """The policy of a ``--mode``."""
+    if not said.startswith("{"):
+        own = skips if said.startswith("draft-verify") else None
+        return ExitOptions(said, skips=own).policy(directory)
+    try:
+        given = json.loads(said)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--mode: expected an object in JSON, got {said!r}: {error}") from None
+    return Policies(directory).of(given)
 
 
 @takes_options
@@ -113,7 +137,7 @@ def sweep(
         typer.Option(help="Layers that draft: 4,8,12.", show_default="eighths, to three quarters"),
     ] = None,
     num_drafts: Annotated[str, typer.Option(help="Draft lengths.")] = "2,4,6,8",
-    batch_size: Batch = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that run together.")] = 1,
     rounds: Rounds = 1,
     out: Annotated[
         Path | None,
@@ -216,8 +240,9 @@ def _default_modes(exit_layers: range) -> list[str]:
     return [f"fixed:{e}" for e in exits] + [f"speculative:{e},6" for e in exits]
 
 
-def show_turn(number: int, run: TimedRun, where: str = "") -> None:
+def _show_turn(batch_size: int, number: int, run: TimedRun) -> None:
     """Print a line on stderr about a run's turn in a round."""
+    where = f"batches of {batch_size}, " if batch_size > 1 else ""
     print(f"{where}{described_turn(number, run)}", file=sys.stderr, flush=True)
 
 

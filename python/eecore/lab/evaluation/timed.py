@@ -78,10 +78,6 @@ class TimedRun:
         ]
         return statistics.fmean(found) if found else None
 
-    def same_tokens(self, other: TimedRun) -> bool:
-        """Whether both runs have the same tokens."""
-        return [o.token_ids for o in self.outputs] == [o.token_ids for o in other.outputs]
-
     def record(self, outputs: Sequence[list[Output]], seconds: float) -> None:
         """Add a round; its outputs, by group of prompts, replace the last round's."""
         self.outputs = [output for group in outputs for output in group]
