@@ -198,7 +198,9 @@ void Checker::mismatch(const Tensor& tensor, const char* name, Accept accept,
       continue;
     }
     expected += dim.name;
-    if (const Binding* binding = find(dim.name)) expected += "=" + std::to_string(binding->size);
+    if (const Binding* binding = find(dim.name)) {
+      expected.append("=").append(std::to_string(binding->size));
+    }
   }
   fail(std::string(name) + ": expected " + expected + "], got " + dtype_name(tensor.scalar_type()) +
        " " + list_text(tensor.sizes()));
