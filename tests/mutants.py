@@ -1087,6 +1087,13 @@ ENGINE = (
         "tests/planning/test_thinking_budgets.py",
     ),
     Mutant(
+        "a-row-without-masks-lacks-its-head",
+        "python/eecore/decoding/draft_rows.py",
+        "        if changes and not self._heads_fit(sequences):\n",
+        "        if changes != self._reads_text:\n",
+        "tests/planning/test_thinking_budgets.py",
+    ),
+    Mutant(
         "one-mask-for-all-drafts-of-a-thought",
         "python/eecore/planning/thoughts.py",
         "                place = self._after(place, drafts[row])\n",

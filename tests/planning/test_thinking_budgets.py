@@ -33,7 +33,7 @@ from eecore.planning.thoughts import OVERTIME, GuidedThought
 from head_packs import write_pack
 from thinking_models import ALWAYS, CLOSES, HYBRID, OPENS, QUESTION, WORDS, write_thinking_model
 from tiny_models import scale_layers, write_model
-from workloads import LOSSLESS, Request, check_company, same, serve
+from workloads import LOSSLESS, Request, check_company, same, serve, tokens_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -294,6 +294,26 @@ def test_mixed_batches_and_preemptions(always: eecore.Model) -> None:
     together = serve(engine_of(always), requests)
     ahead = serve(engine_of(always, ahead=True), requests)
     assert all(map(same, ahead, together))
+
+
+def test_masks_that_end_before_those_of_others(always: eecore.Model) -> None:
+    """A row without masks needs the fused head, which rows that all had masks did not."""
+    ways: list[tuple[Exit, dict[str, Any], float]] = [
+        (PromptLookup(4, min_ngram=1), {"thinking_budget": 9}, 0.0),
+        (SelfSpeculative(2, 3), {"thinking_budget": 3, "guide": NUMBER}, 1.0),
+        (SelfSpeculative(2, 3), {}, 0.0),
+    ]
+    requests = [
+        Request(
+            asked(always, "W" + "hy" * (seed % 3)),
+            policy,
+            SamplingParams(max_tokens=50, temperature=heat, seed=seed, ignore_eos=True, **more),
+        )
+        for seed, (policy, more, heat) in enumerate(ways, 1)
+    ]
+    alone = [serve(engine_of(always), [request])[0] for request in requests]
+    together = serve(engine_of(always), requests)
+    assert tokens_of(together) == tokens_of(alone)
 
 
 def test_a_budget_that_is_not_reached_changes_nothing(always: eecore.Model) -> None:

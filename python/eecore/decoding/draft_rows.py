@@ -43,20 +43,19 @@ class DraftRows(Step):
         sequences = [row.work.sequence for row in rows]
         if self._sequences != sequences:
             return False
-        if self._counts and not self._counts_fit(sequences):
-            return False
         num_pages = self.sizes.num_pages
         most = num_pages * self._page_size - self.kind.num_steps
-        drafts_ahead = is_masked = False
+        drafts_ahead, changes = False, self._reads_text
         for row, sequence in zip(rows, sequences, strict=True):
-            is_masked = is_masked or sequence.is_masked
+            changes = changes or sequence.is_masked
             drafts_ahead = drafts_ahead or row.ahead > 0
             if row.work.max_drafts > self.kind.num_steps or len(sequence.pages) > num_pages:
                 return False
             if len(sequence.prompt_ids) + len(sequence.output_ids) + row.pending > most:
                 return False
-        has_masks = self.sizes.heads.masks[1] > 0
-        return drafts_ahead == (self.kind.most_ahead > 0) and is_masked == has_masks
+        if changes and not self._heads_fit(sequences):
+            return False
+        return drafts_ahead == (self.kind.most_ahead > 0)
 
     def load(self, rows: list[Row]) -> None:
         """Load the rows of the next round: at most ``sizes.num_rows`` sequences."""
@@ -85,7 +84,7 @@ class DraftRows(Step):
         for work in works:
             if len(work.sequence.pages) > self.sizes.num_pages:
                 return False
-        if self._counts and not self._counts_fit(sequences):
+        if self._counts and not self._heads_fit(sequences):
             return False
         rows = self._followers(self.rows)
         if any(map(is_not, [row.work for row in rows], works)):

@@ -196,7 +196,7 @@ class ExitStep(Step):
             if len(sequence.pages) > self.sizes.num_pages:
                 return False
             positions.append(len(sequence.prompt_ids) + len(sequence.output_ids))
-        if self._counts and not self._counts_fit(sequences):
+        if self._counts and not self._heads_fit(sequences):
             return False
         rows = self.rows
         self.rows, self._sequences = [], []  # until all is written

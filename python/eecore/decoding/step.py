@@ -230,8 +230,10 @@ class Step(ABC):
         lens = [len(sequence.input_ids or ()) for sequence in sequences]
         self._host.write(**{f"{prefix}input_lens": lens})
 
-    def _counts_fit(self, sequences: list[Sequence]) -> bool:
-        """Whether there is memory for all tokens that penalties count by now."""
+    def _heads_fit(self, sequences: list[Sequence]) -> bool:
+        """Whether the program has the heads that these requests need by now, and memory for all
+        tokens that penalties count.
+        """
         return head_sizes(sequences, self.sizes.positions) == self.sizes.heads
 
     def send(self) -> None:
