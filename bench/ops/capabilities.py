@@ -2,10 +2,10 @@
 
 python -m bench capabilities [--rounds 15]
 
-Capabilities and torch's own product in bfloat16 take turns, also the model of AVX-VNNI, whose instructions take as long as AVX-VNNI's
-would on this CPU; the fastest round counts, in CPU time of one thread. Portable kernels and the
-software model of tiles are left out. Writes bench/results/capabilities.json and its table in
-bench/results/ops.md.
+Capabilities and torch's own product in bfloat16 take turns, also the model of AVX-VNNI, whose
+instructions take as long as AVX-VNNI's would on this CPU; the fastest round counts, in CPU time of
+one thread. Portable kernels and the software model of tiles are left out. Writes
+bench/results/capabilities.json and its table in bench/results/ops.md.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ def table(result: Figures) -> str:
     columns += [(name, f"{{{name}:.0f}}") for name in names]
     about = (
         f"Thousand millions of multiplications and additions a second, weights of {SIZE} x {SIZE}, "
-        f"states in float32, with bfloat16 weights in bfloat16; CPU time, the fastest of {result['rounds']} rounds in turns. "
-        f"1 thread, {result['cpu']}, torch {result['torch']}. `python -m bench capabilities`"
+        "states in float32, with bfloat16 weights in bfloat16; CPU time, the fastest of "
+        f"{result['rounds']} rounds in turns. 1 thread, {result['cpu']}, torch {result['torch']}. "
+        "`python -m bench capabilities`"
     )
     return f"{table_of(columns, result['rows'])}\n\n{about}"
 
