@@ -205,11 +205,6 @@ def _mode_of(name: str) -> str:
     )
 
 
-def parse_exit_points(text: str | None) -> tuple[int, ...] | None:
-    """The layers of ``--exit-points``; None where it is not given."""
-    return None if text is None else parse_layers("--exit-points", text)
-
-
 def parse_layers(flag: str, text: str, *, what: str = "layers") -> tuple[int, ...]:
     """Layers, or other numbers, from ``4,8,12-20``, in ascending order."""
     layers: set[int] = set()

@@ -189,7 +189,3 @@ class Sequence:
         if stop <= split:
             return self.prompt_ids[start:stop]
         return self.prompt_ids[start:split] + self.output_ids[max(start - split, 0) : stop - split]
-
-    def stops_at(self, token_id: int) -> bool:
-        """Whether this token ends the request."""
-        return token_id in self.stop_set
