@@ -346,6 +346,13 @@ CPU_KERNELS = (
         "tests/across_ops/test_block_sums.py -k 'definition and Q5_K'",
     ),
     Mutant(
+        "patched-attention-passed-over",
+        "python/eecore/integrations/transformers_modules.py",
+        "if not code.startswith(OWN_CODE):",
+        "if False:",
+        "tests/integrations/test_held_model.py",
+    ),
+    Mutant(
         "few-rows-are-summed-in-two-halves",
         "csrc/cpu/skinny_gemm.h",
         "        multiply_block<1, F::kMaxInOrder>(block, num_batch, 0);\n",

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 
 import eecore
 from eecore import ModelError
@@ -181,6 +186,11 @@ def prompt_tuning(model: PreTrainedModel) -> None:
     model.prepare_inputs_for_generation = lambda *args, **more: prepare(*args, **more)
 
 
+def other_attention(model: PreTrainedModel) -> None:
+    AttentionInterface.register("other", lambda *_, **__: None)
+    model.set_attn_implementation("other")
+
+
 @pytest.mark.parametrize("used_before", [False, True])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -197,6 +207,7 @@ def prompt_tuning(model: PreTrainedModel) -> None:
         (missing_layers, r"layers\.2: expected .*LlamaDecoderLayer as the config says, got none"),
         (dropout, r"attention_dropout: expected 0 in training, or model\.eval\(\), got 0\.5"),
         (prompt_tuning, r"LlamaForCausalLM: prepare_inputs_for_generation: expected that of"),
+        (other_attention, "attn_implementation: expected one of transformers, got <function"),
     ],
 )
 def test_what_cannot_be_followed_is_an_error(
