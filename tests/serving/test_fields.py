@@ -182,6 +182,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"system": "x"}, "messages"),
     ({"thinking_mode": True}, "chat_template_kwargs"),
     ({"reasoning_budget_message": "Well."}, "chat_template_kwargs"),
+    ({"reasoning": {"effort": "low"}}, "reasoning_effort"),
     ({"separate_reasoning": False}, "reasoning_format"),
     ({"exit_mode": "full"}, "exit"),
     ({"continuous_usage_stats": True}, "stream_options"),
