@@ -632,9 +632,23 @@ CHECKS = (
     Mutant(
         "drafts-without-the-wait-of-other-rows",
         "python/eecore/planning/planner.py",
-        "self._share = len(free) / num_full",
+        "self._share = len(free) / (num_full if waits else num_full + len(free))",
         "self._share = 1.0",
         "tests/decoding/test_loop_passes.py",
+    ),
+    Mutant(
+        "drafts-without-the-pass-of-other-rows",
+        "python/eecore/planning/planner.py",
+        "waits = self._exit_layers.step > 1 or len(free) == num_full",
+        "waits = True",
+        "tests/planning/test_auto.py",
+    ),
+    Mutant(
+        "drafts-of-a-head-without-the-wait-of-other-rows",
+        "python/eecore/planning/auto.py",
+        'options["head"] = share * tokens, choice',
+        'options["head"] = tokens, choice',
+        "tests/planning/test_auto.py",
     ),
     Mutant(
         "given-drafts-without-the-wait-of-other-rows",

@@ -16,7 +16,7 @@ import torch
 
 import eecore
 from devices import load
-from eecore import Auto, Full, SamplingParams
+from eecore import Auto, ConfidentExit, Full, SamplingParams
 from eecore.models import Network
 from eecore.planning import auto as auto_module
 from eecore.planning.auto import HOLD_ROUNDS, MAX_WAIT, Chooser, best_exit_layers
@@ -432,6 +432,28 @@ def test_drafts_have_to_be_worth_the_wait_of_rows_that_share_a_pass(
     assert choose(given=[[proposal]]).asks == pays
     choices = [choose(given=[[]], exit_layers=(1,)) for _ in range(2)]  # the first may be a trial
     assert bool(choices[1].layer) == pays
+    chooser.learn_head(1, 4, 1.0)
+    choices = [choose(given=[[]], has_head=True) for _ in range(2)]
+    assert bool(choices[1].ahead) == pays
+
+
+def test_drafts_make_other_rows_of_full_depth_take_a_pass_of_their_own(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares, choose = list[float](), Chooser.choose
+
+    def noted(chooser: Chooser, *given: Any, share: float, **more: Any) -> Any:
+        shares.append(share)
+        return choose(chooser, *given, share=share, **more)
+
+    monkeypatch.setattr(Chooser, "choose", noted)
+    engine = agreeing.engine(eecore.EngineConfig(kv_cache_tokens=512))
+    lengths = (Auto(), 24), (Full(), 6), (ConfidentExit(0.9), 6)
+    for prompt, (policy, most) in zip(PROMPTS, lengths, strict=False):
+        sampling = SamplingParams(max_tokens=most, ignore_eos=True)
+        engine.add_request(prompt, exit=policy, sampling=sampling)
+    list(engine.run())
+    assert (shares[0], shares[-1]) == (1 / 4, 1.0)
 
 
 def test_it_is_known_whether_others_wait(

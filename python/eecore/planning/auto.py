@@ -132,8 +132,8 @@ class Chooser:
             others_wait: whether waiting requests need these to end; all tokens then count the same.
             looks_up: whether sources are asked in rounds of full depth as well, as a round without
                 drafts then takes no longer.
-            share: the requests' share in the rows that a round of full depth would serve; the other
-                rows wait for a round of drafts.
+            share: how much tokens of a round with drafts count. Where a round of full depth would
+                serve other rows, too, drafts have to gain what these lose.
         """
         requests = len(drafts)
         if self.costs.full(requests) is None:
@@ -143,7 +143,8 @@ class Chooser:
             tokens = self.pick(drafts, given, others_wait=others_wait, share=share)[1]
             options["given"] = tokens / requests, Choice(asks=True)
         if has_head:
-            options["head"] = self._with_head(requests)
+            tokens, choice = self._with_head(requests)
+            options["head"] = share * tokens, choice
         for layer in exit_layers:
             tokens, choice = self._layer(layer, written, most)
             options[f"layer {layer}"] = share * tokens, choice

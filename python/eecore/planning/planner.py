@@ -68,7 +68,7 @@ class Planner:
         self._is_full = False
         """Whether all rows of that round ran all layers."""
         self._share = 1.0
-        """The share of ``Auto`` requests in the rows that a pass of full depth serves."""
+        """How much the tokens of a round of ``Auto`` requests with drafts count."""
         self._num_plain = 0
         """Rounds of full depth with the rows of the previous one, without ``Auto`` requests."""
 
@@ -177,8 +177,10 @@ class Planner:
                 last, follows = in_flight[work.sequence]
                 pending = 1 + last.work.max_drafts
             rows.append(Row(work, route, drafts, ahead, thresholds, (), follows, pending))
-        if free and self._exit_layers.step > 1:  # of a looped model, whose rows share all passes
-            self._share = len(free) / num_full
+        if free:
+            # In a looped model the other rows wait; else they take a pass of their own.
+            waits = self._exit_layers.step > 1 or len(free) == num_full
+            self._share = len(free) / (num_full if waits else num_full + len(free))
         return rows, free
 
     def _asked(self, rows: list[Row]) -> list[list[Proposal]]:
