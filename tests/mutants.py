@@ -1567,6 +1567,20 @@ SERVER = (
         "tests/planning/test_guide.py",
     ),
     Mutant(
+        "names-of-properties-of-another-resource",
+        "python/eecore/guide.py",
+        'if not is_named and "$id" in schema:',
+        "if False:",
+        "tests/planning/test_guide.py -k names_of_properties",
+    ),
+    Mutant(
+        "names-of-properties-leave-others-open",
+        "python/eecore/guide.py",
+        'others["additionalProperties"] = False',
+        "pass",
+        "tests/planning/test_guide.py -k names_of_properties",
+    ),
+    Mutant(
         "markers-of-calls-as-text",
         "python/eecore/serving/guides.py",
         "for marker, token in form.tokens:",

@@ -39,6 +39,8 @@ _INNER |= {"unevaluatedItems", "unevaluatedProperties", "propertyNames", "if", "
 _INNER |= {"allOf", "anyOf", "oneOf"}
 # Keywords whose values are schemas by name.
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+# Keywords that say nothing of a text.
+_REMARKS = {"title", "description", "default", "examples", "deprecated", "$comment"}
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ def _check_types(schema: Any, where: str) -> None:
 
 
 def enforceable(schema: Any) -> Any:
-    """A JSON schema as it is enforced: unknown formats left out, objects closed.
+    """A JSON schema as it is enforced: unknown formats left out, objects closed, propertyNames said
+    by other keywords.
 
     An object with properties has no others unless the schema says so, by additionalProperties,
     patternProperties or unevaluatedProperties; else a model could add properties for ever. Schemas
@@ -175,16 +178,23 @@ def enforceable(schema: Any) -> Any:
     """
     check_types(schema)
     try:
-        return _enforceable(schema, closes=not _is_combined(schema))
+        return _enforceable(schema, schema, closes=not _is_combined(schema))
     except RecursionError:
         raise GuideError(TOO_DEEP) from None
 
 
-def _enforceable(schema: Any, *, closes: bool, is_named: bool = False) -> Any:
+def _enforceable(schema: Any, root: Any, *, closes: bool, is_named: bool = False) -> Any:
+    """A part of a schema, or of its parts by name.
+
+    Args:
+        root: the schema whose definitions its references name.
+    """
     if isinstance(schema, list):
-        return [_enforceable(each, closes=closes) for each in schema]
+        return [_enforceable(each, root, closes=closes) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
+    if not is_named and "$id" in schema:
+        root = schema
     kept: dict[str, Any] = {}
     for key, value in schema.items():
         if not is_named and key in _VALUES:
@@ -195,10 +205,44 @@ def _enforceable(schema: Any, *, closes: bool, is_named: bool = False) -> Any:
             if not is_named and key in _BOUNDS:
                 _check_numbers(key, value)
             named = not is_named and key in _NAMED
-            kept[key] = _enforceable(value, closes=closes, is_named=named)
+            kept[key] = _enforceable(value, root, closes=closes, is_named=named)
     if closes and not is_named and _has_properties(schema) and not _OPENING & schema.keys():
         kept["additionalProperties"] = False
-    return kept
+    return kept if is_named or "propertyNames" not in kept else _by_names(kept, root)
+
+
+def _by_names(schema: dict[str, Any], root: Any) -> dict[str, Any]:
+    """An object's schema without propertyNames, which llguidance does not know: properties of these
+    names, or nothing for any text. As it is where that would not say the same.
+    """
+    names = _definition(schema["propertyNames"], root)
+    others = {key: value for key, value in schema.items() if key != "propertyNames"}
+    if not isinstance(names, Mapping) or names.get("type", "string") != "string":
+        return schema
+    said = names.keys() - _REMARKS - {"type"}
+    if not said:
+        return others
+    if len(said) > 1 or not {"properties", "patternProperties"}.isdisjoint(schema):
+        return schema
+    value = schema.get("additionalProperties", True)
+    others["additionalProperties"] = False
+    if isinstance(pattern := names.get("pattern"), str):
+        return {**others, "patternProperties": {pattern: value}}
+    chosen = names.get("enum", [names.get("const")])
+    is_list = isinstance(chosen, list) and all(isinstance(each, str) for each in chosen)
+    if not is_list or len(chosen) * len(_written(value)) > MAX_TEXT:
+        return schema
+    return {**others, "properties": dict.fromkeys(chosen, value)}
+
+
+def _definition(schema: Any, root: Any) -> Any:
+    """The definition that a schema refers to, if it is such a reference alone."""
+    if isinstance(schema, Mapping) and schema.keys() == {"$ref"}:
+        _, _, path = str(schema["$ref"]).partition("#/")
+        where, _, name = path.partition("/")
+        definitions = root.get(where) if where in ("$defs", "definitions") else None
+        return definitions.get(name, schema) if isinstance(definitions, Mapping) else schema
+    return schema
 
 
 def _has_properties(schema: Mapping[str, Any]) -> bool:

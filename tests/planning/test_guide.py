@@ -439,10 +439,67 @@ def test_objects_are_closed_unless_a_schema_opens_them() -> None:
         assert enforceable(opened) == opened
 
 
+COUNT = {"type": "integer", "maximum": 9}
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ({}, {"additionalProperties": COUNT}),
+        ({"type": "string", "title": "Name"}, {"additionalProperties": COUNT}),
+        ({"const": "a"}, {"properties": {"a": COUNT}, "additionalProperties": False}),
+        (
+            {"type": "string", "enum": ["a", "b"]},
+            {"properties": {"a": COUNT, "b": COUNT}, "additionalProperties": False},
+        ),
+        (
+            {"$ref": "#/$defs/letters"},
+            {"properties": {"a": COUNT, "b": COUNT}, "additionalProperties": False},
+        ),
+        (
+            {"type": "string", "pattern": "^[ab]$"},
+            {"patternProperties": {"^[ab]$": COUNT}, "additionalProperties": False},
+        ),
+    ],
+    ids=str,
+)
+def test_names_of_properties_become_properties(
+    tiny: eecore.Model, names: Any, wanted: dict[str, Any]
+) -> None:
+    """Zod's records and pydantic's dictionaries have propertyNames."""
+    definitions = {"$defs": {"letters": {"type": "string", "enum": ["a", "b"]}}}
+    inner = {"type": "object", "propertyNames": names, "additionalProperties": COUNT}
+    made = {"type": "object"} | wanted
+    assert enforceable(inner | definitions) == made | definitions
+    resource = {"$id": "tool:0", **inner, **definitions}
+    assert enforceable({"items": resource}) == {"items": {"$id": "tool:0", **made, **definitions}}
+    guides_of(tiny).follow(Guide.json_schema(inner | definitions))
+
+
+def test_names_that_properties_cannot_say_stay() -> None:
+    many = [f"name {index}" for index in range(4096)]
+    for names in (
+        {"type": "string", "minLength": 2},
+        {"enum": ["a", 1]},
+        {"enum": "ab"},
+        {"pattern": ["a"]},
+        {"type": "integer"},
+        {"$ref": "#/$defs/other"},
+        {"$ref": "#/properties"},
+        {"type": "string", "enum": many},
+        False,
+    ):
+        schema = {"propertyNames": names, "additionalProperties": {"enum": many[:20]}}
+        assert enforceable(schema) == schema
+    named = {"propertyNames": {"const": "a"}, "patternProperties": {"a": {}}}
+    assert enforceable(named) == named
+
+
 @pytest.mark.parametrize(
     "schema",
     [
         {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
+        {"propertyNames": {"minLength": 2}},
         {"not": {"type": "string"}},
         {"type": "array", "uniqueItems": True},
         {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]},
