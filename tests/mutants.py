@@ -1122,6 +1122,20 @@ ENGINE = (
         "tests/planning/test_thinking_budgets.py",
     ),
     Mutant(
+        "what-a-probe-writes-is-verified",
+        "python/eecore/decoding/draft_outcomes.py",
+        "start : start + drafted + 1].tolist(), forced\n",
+        "start : start + drafted + 1].tolist(), 0\n",
+        "tests/planning/test_thought_probes.py",
+    ),
+    Mutant(
+        "probe-without-pages-for-its-stem",
+        "python/eecore/scheduling/scheduler.py",
+        " if is_sampled or sequence.parent is not None else 0\n",
+        " if is_sampled else 0\n",
+        "tests/planning/test_thought_probes.py",
+    ),
+    Mutant(
         "probe-of-lost-pages-goes-on",
         "python/eecore/scheduling/scheduler.py",
         "    if probe.pages is not sequence.pages:\n",

@@ -28,6 +28,7 @@ from eecore import (
 from eecore.calibration_file import ThoughtCalibration
 from eecore.decoding.iterate import Iterations
 from eecore.exits import Exit
+from eecore.planning.probes import ThoughtProbes
 from eecore.planning.row import Outcome
 from eecore.scheduling.sequence import Sequence
 from eecore.thought_stop import normalised
@@ -110,12 +111,13 @@ def test_a_probe_verifies_the_last_answer(
     runs: list[tuple[list[Probe], Counter[str]]] = []
     for verifies in (True, False):
         counts: Counter[str] = Counter()
-        probes_of = eecore.planning.probes.ThoughtProbes
+        probes_of = ThoughtProbes
         learn, begin = probes_of.learn, probes_of.begin
 
         def counted(self: Any, outcome: Outcome, learn: Any = learn, counts: Any = counts) -> None:
+            assert outcome.sequence.draft is not None
             counts["passes"] += 1
-            counts["accepted"] += outcome.counters.accepted
+            counts["accepted"] += max(0, outcome.counters.accepted - outcome.sequence.draft.forced)
             learn(self, outcome)
 
         def forgetful(
@@ -134,6 +136,44 @@ def test_a_probe_verifies_the_last_answer(
     assert found == plain
     assert alone["accepted"] == 0 < counts["accepted"]
     assert counts["passes"] < alone["passes"]
+
+
+def test_a_probe_whose_guess_is_right_is_one_round(
+    thinker: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is guessed, the probes are the same."""
+    probes_of, passes, guesses = ThoughtProbes, list[Counter[int]](), list[list[int]]()
+    learn, guess = probes_of.learn, probes_of._guess
+    right: list[int] = []
+    for _ in range(2):
+        counts: Counter[int] = Counter()
+        passes.append(counts)
+
+        def counted(self: Any, outcome: Outcome, counts: Counter[int] = counts) -> None:
+            counts[len(self.found)] += 1
+            learn(self, outcome)
+            if not right and self._last:
+                right.extend(self._last)
+
+        def guessed(self: Any, sequence: Sequence) -> list[int]:
+            guesses.append(guess(self, sequence))
+            return list(right)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(probes_of, "learn", counted)
+            patch.setattr(probes_of, "_guess", guessed)
+            output = thought(thinker, RECORD)
+    assert output.thought_probes == thought(thinker, RECORD).thought_probes
+    assert passes[0][0] > passes[1][0] == 1
+
+
+def test_the_first_guess_is_the_last_number_of_the_thought(thinker: eecore.Model) -> None:
+    sequence = engine_of(thinker).prepare(asked(thinker), sampling=SamplingParams(think=RECORD))
+    assert thinker.tokenizer is not None
+    assert sequence.probes is not None
+    for text, guess in (("3+4=7. So 7.\n", " 7."), ("It is 1,250.5 or", " 1,250.5."), ("Hm.", "")):
+        sequence.output_ids = thinker.tokenizer.encode(text, add_special_tokens=False)
+        assert thinker.tokenizer.decode(sequence.probes._guess(sequence)) == guess
 
 
 def test_an_answer_is_whole_once_its_line_ends(thinker: eecore.Model) -> None:
@@ -267,6 +307,20 @@ def test_a_request_that_loses_its_pages_is_probed_anew(thinker: eecore.Model) ->
             assert driver.outputs[name].thought_probes == output.thought_probes
 
 
+def test_probes_with_few_pages(thinker: eecore.Model) -> None:
+    """A probe has its pages at once, and takes them from younger requests."""
+    sampling = SamplingParams(max_tokens=60, think=RECORD, logit_bias=LINES, ignore_eos=True)
+    requests = [Request(asked(thinker, text), Full(), sampling) for text in ("Why?", "Who?", "?")]
+    expected = serve(engine_of(thinker), requests)
+    for room in (96, 120, 160):
+        few = EngineConfig(kv_cache_tokens=room, page_size=2)
+        outputs = serve(engine_of(thinker, few), requests)
+        assert sum(output.stats.preemptions for output in outputs) > 0
+        for output, other in zip(outputs, expected, strict=True):
+            assert output.token_ids == other.token_ids
+            assert output.thought_probes == other.thought_probes
+
+
 def test_pages_of_a_probe_are_not_shared(thinker: eecore.Model) -> None:
     """A prompt that begins as a probe does finds the request's own keys alone."""
     engine = engine_of(thinker, EngineConfig(kv_cache_tokens=2048, page_size=2))
@@ -287,14 +341,14 @@ def test_a_probe_that_fails_has_no_answer(
     thinker: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = thought(thinker, RECORD)
-    prefill, calls = Iterations._prefill, iter(range(1000))
+    run, calls = Iterations._run_family, iter(range(1000))
 
-    def failing(self: Any, prompts: Any, *how: Any) -> Any:
-        if any(work.sequence.parent is not None for work in prompts) and next(calls) < 4:
+    def failing(self: Any, rows: Any, *how: Any) -> Any:
+        if any(row.sequence.parent is not None for row in rows) and next(calls) < 4:
             raise Fault("of this probe")
-        return prefill(self, prompts, *how)
+        return run(self, rows, *how)
 
-    monkeypatch.setattr(Iterations, "_prefill", failing)
+    monkeypatch.setattr(Iterations, "_run_family", failing)
     output = thought(thinker, RECORD)
     assert output.token_ids == plain.token_ids
     assert output.finish_reason == "length"

@@ -30,10 +30,17 @@ class DraftOutcomes:
         for i, row in rows:
             sequence, tokens = row.work.sequence, all_tokens[i]
             drafted, accepted = got["num_drafted"][i], got["num_accepted"][i]
+            start, following = got["query_start_loc"][i], got["next_token"][i]
+            assert sequence.draft is not None
+            forced = sequence.draft.forced
+            if forced:
+                made, accepted = got["token"][start : start + drafted + 1].tolist(), forced
+                while accepted < drafted and tokens[accepted + 1] == made[accepted]:
+                    accepted += 1
+                following = made[accepted]
             emitted = tokens[1 : accepted + 1]
             if not 0 < drafted == accepted or tokens[drafted] not in sequence.stop_set:
-                emitted.append(got["next_token"][i])
-            start = got["query_start_loc"][i]
+                emitted.append(following)
             stop = start + len(emitted)
             confidences, logprobs = got["gap"][start:stop].tolist(), got["logprob"][start:stop]
             if drafts_confidences is not None:
@@ -44,7 +51,7 @@ class DraftOutcomes:
                 if token < 0 or isnan(logprob) or (is_made and isnan(confidence)):
                     break
                 good += 1
-            if not good:
+            if good <= forced:
                 error = NotFiniteError(NO_TOKEN)
                 outcomes.append(Outcome(sequence, sequence.num_computed, error=error))
                 continue

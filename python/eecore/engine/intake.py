@@ -150,10 +150,10 @@ class Intake:
         )
         if stop is not None:
             probes = ThoughtProbes(tokenizer, made, stop, budget, config.exit_layers[-1])
-            if config.delta is not None and probes.most_tokens > MAX_UNCERTAIN:
+            if config.delta is not None and made.max_probe > MAX_UNCERTAIN:
                 raise RequestError(
                     f"think: expected probes of at most {MAX_UNCERTAIN} tokens for "
-                    f"{config.architecture}, stem and twice max_answer, got {probes.most_tokens}"
+                    f"{config.architecture}, with stem and max_answer, got {made.max_probe}"
                 )
             sequence.probes = probes
         return made

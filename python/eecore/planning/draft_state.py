@@ -29,6 +29,8 @@ class DraftState:
     """The adaptive draft threshold of DraftAndVerify, updated by committed rounds."""
     ahead: Ahead | None = None
     """The drafts that a draft head made after the last round."""
+    forced: int = 0
+    """The first drafts of the next round, which are accepted whatever the model gives."""
     index: NgramIndex | None = None
     """The n-grams of the text, for a request whose drafts are looked up."""
     sources: list[DraftSource] | None = None

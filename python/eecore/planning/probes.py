@@ -2,8 +2,9 @@
 
 A probe closes the thought, writes the beginning of an answer and decodes some tokens, greedily. It
 runs in the place of its request, over the same pages, and the request goes on from where it was, so
-that a probe takes no pages of its own; a request that loses its pages begins its probe anew.
-(Dynasor, Fu et al. 2024; DEER, Yang et al. 2025.)
+that a probe takes no pages of its own; a request that loses its pages begins its probe anew. Most
+probes are one round: its first drafts are what the probe writes, the others are a guess at the
+answer. (Dynasor, Fu et al. 2024; DEER, Yang et al. 2025.)
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from eecore.planning.proposal import Ahead
 from eecore.planning.route import GIVEN, Route
 from eecore.planning.row import Outcome
 from eecore.planning.thoughts import GuidedThought
-from eecore.scheduling.sequence import Sequence
-from eecore.thought_stop import SENTENCE_END, Probe, ThoughtStop, normalised
+from eecore.scheduling.sequence import Sequence, SequenceStatus
+from eecore.thought_stop import NUMBER, SENTENCE_END, Probe, ThoughtStop, normalised
+
+RECENT = 64
+"""Last tokens of a thought whose last number is a guess at the answer."""
 
 
 class ThoughtProbes:
@@ -46,15 +50,10 @@ class ThoughtProbes:
         self.contract = stop.contract
         self._budget, self._num_layers = budget, num_layers
         self._stem = tokenizer.encode(stop.stem, add_special_tokens=False)
-        self._sampling = SamplingParams(max_tokens=stop.max_answer, logprobs=0)
-        self._last: list[int] = []
-        """The tokens of the last answer, which the next probe verifies as drafts."""
+        self._sampling = SamplingParams(max_tokens=1 + guided.max_probe, logprobs=0)
+        self._last: list[int] | None = None
+        """The tokens of the last answer, but for its end; the next probe guesses the same."""
         self.found: list[Probe] = []
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of a probe at most, after those that close the thought, with its drafts."""
-        return len(self._stem) + 2 * self._stop.max_answer
 
     def is_due(self, token_ids: list[int]) -> bool:
         """Whether a probe comes after these tokens."""
@@ -63,26 +62,42 @@ class ThoughtProbes:
     def begin(self, sequence: Sequence) -> Sequence:
         """A probe after the tokens that a request has."""
         assert sequence.draft is not None
+        text = [*sequence.prompt_ids, *sequence.output_ids]
         closing = self._guided.closing(self._guided.at(sequence.output_ids))
-        prompt_ids = [*sequence.prompt_ids, *sequence.output_ids, *closing, *self._stem]
+        forced = [*closing, *self._stem]
+        depth = sequence.draft.route.depth
+        verifies = depth == self._num_layers  # else a chunk of a prompt reads what is forced
         probe = Sequence(
             request_id=sequence.request_id,
-            prompt_ids=prompt_ids,
+            prompt_ids=text[:-1] if verifies else text + forced,
             sampling=self._sampling,
             exit=sequence.exit,
             arrival=sequence.arrival,
             eos_token_ids=sequence.eos_token_ids,
+            status=SequenceStatus.RUNNING,
+            output_ids=text[-1:] if verifies else [],
+            num_computed=sequence.num_computed,
+            pages=sequence.pages,
+            state=sequence.state,
             parent=sequence,
         )
-        depth, last = sequence.draft.route.depth, self._last
-        verifies = len(last) > 1 and depth == self._num_layers
-        path = GIVEN if verifies else None
-        probe.draft = DraftState(Route(sequence.exit, depth, path=path))
-        probe.max_drafts = len(last) - 1 if verifies else 0
+        probe.draft, probe.max_drafts = DraftState(Route(sequence.exit, depth)), 0
         if verifies:
-            ones = [1.0] * probe.max_drafts
-            probe.draft.ahead = Ahead(len(prompt_ids) + 1, last[0], last[1:], ones)
+            guess = self._guess(sequence) if self._last is None else self._last
+            drafts = [*forced, *guess[: self._stop.max_answer - 1]]
+            ahead = Ahead(len(text), text[-1], drafts, [1.0] * len(drafts))
+            route = Route(sequence.exit, depth, path=GIVEN)
+            probe.draft = DraftState(route, ahead=ahead, forced=len(forced))
+            probe.max_drafts = self._guided.max_probe - 1
         return probe
+
+    def _guess(self, sequence: Sequence) -> list[int]:
+        """The tokens of the thought's last number as an answer; none without a number."""
+        numbers = NUMBER.findall(self._tokenizer.decode(sequence.output_ids[-RECENT:]))
+        if not numbers:
+            return []
+        answer = f"{self._stop.stem} {numbers[-1].rstrip('.')}."
+        return self._tokenizer.encode(answer, add_special_tokens=False)[len(self._stem) :]
 
     def learn(self, outcome: Outcome) -> None:
         """Add what an iteration did for the request's probe, and end the thought where it may."""
@@ -95,12 +110,21 @@ class ThoughtProbes:
                 sequence.counters.probe_rows += max(rows, 1 + counters.drafted)
             sequence.counters.layers_run += counters.layers_run + counters.prompt_layers_run
             probe.num_computed = outcome.num_computed
+            if probe.max_drafts:  # all before the answer has been read
+                assert probe.draft is not None
+                forced = probe.draft.forced
+                probe.prompt_ids += probe.output_ids + outcome.token_ids[:forced]
+                probe.output_ids, outcome.token_ids = [], outcome.token_ids[forced:]
+                outcome.logprobs = outcome.logprobs[forced:]
+                probe.draft = DraftState(Route(sequence.exit, self._num_layers))
+                probe.max_drafts = 0
             probe.output_ids += outcome.token_ids
             probe.logprobs += outcome.logprobs
             done = self._num_whole(probe)
             if not done:
                 return
-        sequence.probe, self._last = None, probe.output_ids[:done]
+        sequence.probe = None
+        self._last = probe.output_ids[: done - 1] if done else None
         place = self._guided.at(sequence.output_ids)
         self.found.append(self._read(probe, done, place.num_thought))
         verdict = self._stop.verdict(self.found, self._budget)

@@ -88,10 +88,13 @@ class GuidedThought:
         self.num_words = -(-vocab_size // 32)
         self.binds_all = guided is not None
         """Whether any token may have a mask, so that drafts have to be known before it."""
-        self._max_probed = 0
-        """Tokens of the text before a probe, at most."""
+        self.max_probe = thinking.max_closing
+        """Tokens of a probe, at most."""
         if stop is not None:
-            self._max_probed = max_tokens - thinking.max_closing - probe_tokens(tokenizer, stop)
+            self.max_probe += stop.max_answer
+            self.max_probe += len(tokenizer.encode(stop.stem, add_special_tokens=False))
+        self._max_probed = max_tokens - self.max_probe
+        """Tokens of the text before a probe, at most."""
         left = max_tokens - thinking.max_closing
         self._max_thought = left - min(ANSWER_ROOM, (left + 1) // 2)
         self._unstopped = np.full(self.num_words, -1, dtype=np.int32)
@@ -274,8 +277,3 @@ class GuidedThought:
                 return place._replace(forced=after, was_forced=True)
             return place._replace(answer=count)
         return place
-
-
-def probe_tokens(tokenizer: Tokenizer, stop: ThoughtStop) -> int:
-    """Tokens of a probe after the end of the thought, at most."""
-    return len(tokenizer.encode(stop.stem, add_special_tokens=False)) + stop.max_answer

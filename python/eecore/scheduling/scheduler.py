@@ -363,13 +363,11 @@ class Scheduler:
 
 def _probe_of(sequence: Sequence) -> Sequence:
     """The probe that runs next in the place of a sequence, over its pages."""
-    probe = sequence.probe
+    probe, probes = sequence.probe, sequence.probes
     assert probe is not None
+    assert probes is not None
     if probe.pages is not sequence.pages:
-        probe.pages, probe.num_computed = sequence.pages, sequence.num_computed
-        probe.state = sequence.state
-        probe.output_ids, probe.logprobs = [], []
-    probe.status = SequenceStatus.RUNNING
+        probe = sequence.probe = probes.begin(sequence)
     return probe
 
 
@@ -387,7 +385,9 @@ def _wanted_drafts(sequence: Sequence) -> int:
 
 
 def _required_drafts(sequence: Sequence) -> int:
-    """Drafts that a round must have. The tokens that a sampled request draws depend on the number
-    of drafts, and must not depend on how many pages happen to be free.
+    """Drafts that a round must have: those of a probe, the first of which are no guesses, and of a
+    sampled request. The tokens that it draws depend on the number of drafts, and must not depend on
+    how many pages happen to be free.
     """
-    return _wanted_drafts(sequence) if sequence.sampling.temperature > 0.0 else 0
+    is_sampled = sequence.sampling.temperature > 0.0
+    return _wanted_drafts(sequence) if is_sampled or sequence.parent is not None else 0
