@@ -353,6 +353,20 @@ CPU_KERNELS = (
         "tests/integrations/test_held_model.py",
     ),
     Mutant(
+        "lower-bytes-of-x-as-signed-ones",
+        "csrc/cpu/multiply_int8.cpp",
+        "TileProduct::kBytesSU,",
+        "TileProduct::kBytesSS,",
+        "tests/across_ops/test_int8_sums.py -k definition",
+    ),
+    Mutant(
+        "lanes-of-int8-sums-added-in-floats",
+        "csrc/cpu/weight_format.h",
+        "    int64_t sum = 0;\n",
+        "    float sum = 0.0f;\n",
+        "tests/across_ops/test_int8_sums.py -k definition",
+    ),
+    Mutant(
         "few-rows-are-summed-in-two-halves",
         "csrc/cpu/skinny_gemm.h",
         "        multiply_block<1, F::kMaxInOrder>(block, num_batch, 0);\n",

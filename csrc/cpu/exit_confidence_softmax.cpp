@@ -159,7 +159,7 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
 void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params,
                                  const Parallel& parallel) {
   if (params.num_seqs == 0) return;
-  dispatch_weight(params.dtype, params.lm_head_scale, params.lm_head_table,
+  dispatch_weight(params.dtype, params.lm_head_scale, params.lm_head_table, params.num_seqs,
                   [&]<typename T, typename W>() { measure<T, W>(params, parallel); });
 }
 

@@ -271,7 +271,7 @@ void fill_layers(const KvFillParams& params, const Parallel& parallel) {
 }  // namespace
 
 void run_kv_fill(const KvFillParams& params, const Parallel& parallel) {
-  dispatch_weight(params.dtype, params.kv_scale, params.kv_table,
+  dispatch_weight(params.dtype, params.kv_scale, params.kv_table, params.num_tokens,
                   [&]<typename T, typename W>() { fill_layers<T, W>(params, parallel); });
 }
 

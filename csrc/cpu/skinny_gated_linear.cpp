@@ -65,7 +65,7 @@ void run(const SkinnyGatedLinearParams& params, const Parallel& parallel) {
 
 void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, const Parallel& parallel) {
   if (params.num_tokens == 0) return;
-  dispatch_weight(params.dtype, params.weight_scale, params.weight_table,
+  dispatch_weight(params.dtype, params.weight_scale, params.weight_table, params.num_tokens,
                   [&]<typename T, typename W>() { run<T, W>(params, parallel); });
 }
 

@@ -127,15 +127,15 @@ template <int kWRows, int kBatch, int kAhead, bool kNear, typename W>
   }
 #pragma GCC unroll 6
   for (int b = 0; b < kBatch; ++b) {
-    Vec lanes[kRows];
+    typename F::Sums four[kRows];
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) lanes[r] = r < kWRows ? F::lanes(sums[b][r]) : zero();
+    for (int r = 0; r < kRows; ++r) four[r] = r < kWRows ? sums[b][r] : F::start();
     float* out = block.out + b * block.out_stride;
     if constexpr (kWRows == kRows && F::kMaxColumns == kAnyColumns) {
-      sum_four(lanes, out);
+      sum_four(four, out);
     } else {
       float totals[kRows];
-      sum_four(lanes, totals);
+      sum_four(four, totals);
       for (int r = 0; r < kWRows; ++r) out[r] = block.adds ? out[r] + totals[r] : totals[r];
     }
   }

@@ -73,7 +73,7 @@ void run(const SkinnyLinearParams& params, const Parallel& parallel) {
 
 void run_skinny_linear(const SkinnyLinearParams& params, const Parallel& parallel) {
   if (params.num_tokens == 0) return;
-  dispatch_weight(params.dtype, params.weight_scale, params.weight_table,
+  dispatch_weight(params.dtype, params.weight_scale, params.weight_table, params.num_tokens,
                   [&]<typename T, typename W>() { run<T, W>(params, parallel); });
 }
 

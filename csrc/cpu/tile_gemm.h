@@ -58,6 +58,14 @@ inline __m512i tile_line(const void* p, int64_t bytes) {
   return _mm512_maskz_loadu_epi8((uint64_t{1} << bytes) - 1, p);
 }
 
+// 16 rows of 64 bytes as a right factor.
+inline void store_right(__m512i (&rows)[kTileSide], void* tile) {
+  transpose(rows);
+  auto* out = static_cast<__m512i*>(tile);
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileSide; ++i) _mm512_store_si512(out + i, rows[i]);
+}
+
 // Packed rows are stored in groups of 16. A group is, for each 32 columns, a tile: 16 pairs of
 // columns of each row, pair by pair.
 template <typename U>
@@ -75,26 +83,97 @@ struct Format<Tiled<U>> {
       for (int i = 0; i < kTileSide; ++i) {
         v[i] = i < count ? tile_line(rows[i] + k, 2 * (n - k)) : _mm512_setzero_si512();
       }
-      transpose(v);
-#pragma GCC unroll 16
-      for (int i = 0; i < kTileSide; ++i) {
-        _mm512_store_si512(group + k * kTileSide + i * kTileColumns, v[i]);
-      }
+      store_right(v, group + k * kTileSide);
     }
+  }
+  // Whole tiles of columns.
+  static int64_t stride(int64_t n) { return ceil_div(n, kTileColumns) * kTileColumns; }
+};
+
+// Storage element of an int8 weight that is multiplied with tiles.
+struct TiledInt8 {
+  int8_t value;
+};
+
+template <>
+struct Unit<TiledInt8> {
+  static bool uses_tiles() { return true; }
+  explicit Unit(int64_t) : tiles(tiles_in_use()) {
+    if (tiles == Tiles::kHardware) TileHardware::begin();
+    if (tiles == Tiles::kModel) TileModel::begin();
+  }
+  ~Unit() {
+    if (tiles == Tiles::kHardware) TileHardware::end();
+  }
+  Unit(const Unit&) = delete;
+  Unit& operator=(const Unit&) = delete;
+
+  const Tiles tiles;
+};
+
+// A group of 16 rows of x is their scales, then for each 64 columns two tiles: the upper bytes of
+// q, signed, and the lower ones, unsigned.
+template <>
+struct Format<TiledInt8> {
+  static constexpr int64_t kGroup = kTileSide;
+  static constexpr int64_t kHeaderBytes = kGroup * sizeof(float);
+  using PackedX = uint8_t;
+
+  template <typename T>
+  static void pack(const T* const* rows, int64_t count, int64_t n, uint8_t* group) {
+    float to_q[kGroup] = {};
+    auto* scales = reinterpret_cast<float*>(group);
+    for (int64_t i = 0; i < count; ++i) {
+      const Quantisation q = quantisation(rows[i], n);
+      to_q[i] = q.to_q, scales[i] = q.scale;
+    }
+    uint8_t* tile = group + kHeaderBytes;
+    for (int64_t k = 0; k < n; k += kTileRowBytes, tile += 2 * kTileBytes) {
+      alignas(64) uint8_t upper[kGroup][kTileRowBytes] = {}, lower[kGroup][kTileRowBytes] = {};
+      for (int64_t i = 0; i < count; ++i) {
+        // For a row that is not finite only the scale counts.
+        if (!(to_q[i] > 0.0f)) continue;
+        const Vec factor = broadcast(to_q[i]);
+        const int64_t columns = min_of(n - k, kTileRowBytes);
+        for (int64_t c = 0; c < columns; c += kWidth) {
+          const Vec x = load_partial(rows[i] + k + c, min_of(columns - c, kWidth));
+          const __m512i q = _mm512_cvtps_epi32((x * factor).v);
+          const auto put = [c](__m512i bytes, uint8_t* line) {
+            _mm_store_si128(reinterpret_cast<__m128i*>(line + c), _mm512_cvtepi32_epi8(bytes));
+          };
+          put(_mm512_srai_epi32(q, 8), upper[i]);
+          put(q, lower[i]);
+        }
+      }
+      store_bytes(upper, tile);
+      store_bytes(lower, tile + kTileBytes);
+    }
+  }
+  // Bytes of a row's share of a group.
+  static int64_t stride(int64_t n) {
+    return (kHeaderBytes + ceil_div(n, kTileRowBytes) * 2 * kTileBytes) / kGroup;
+  }
+
+ private:
+  static void store_bytes(const uint8_t (&lines)[kGroup][kTileRowBytes], uint8_t* tile) {
+    __m512i v[kTileSide];
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileSide; ++i) v[i] = _mm512_load_si512(lines[i]);
+    store_right(v, tile);
   }
 };
 
-// The elements of a packed row, whole tiles of columns.
+// The elements of a packed row of a group.
 template <typename W>
   requires(Format<W>::kGroup == kTileSide)
 inline int64_t packed_stride(int64_t n) {
-  return ceil_div(n, kTileColumns) * kTileColumns;
+  return Format<W>::stride(n);
 }
 
 // Stores a tile's sums: [rows of w, rows of x] into out[b * out_stride + r], only the part that is
 // used.
-inline void store_turned(const float* sums, int64_t num_rows, int64_t num_batch, float* out,
-                         int64_t out_stride) {
+[[gnu::noinline]] inline void store_turned(const float* sums, int64_t num_rows, int64_t num_batch,
+                                           float* out, int64_t out_stride) {
   __m512i v[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) v[i] = _mm512_load_si512(sums + 16 * i);
@@ -144,10 +223,10 @@ inline void copy_left(const LeftRows& w, int64_t row, int64_t begin, int64_t ste
 }
 
 // Multiplies up to 32 rows of a weight with all tiles of x, steps ascending. A sum takes max_steps;
-// then finish(pair, tile, sums, first step, last step) is called for each of a pair's four sums
-// (see tile_products.h), of which some are undefined where there are fewer than 17 rows or an odd
-// number of tiles. It is called while the next pair is multiplied. `next`: the rows of the weight
-// that are read after these; may be null.
+// then finish(pair, tile, sums, first step, last step) is called for each of a pair's four tiles of
+// sums (see tile_products.h), of which some are undefined where there are fewer than 17 rows or an
+// odd number of right tiles. It is called while the next pair is multiplied. `next`: the rows of
+// the weight that are read after these; may be null.
 template <typename U, TileProduct kFirst, TileProduct kSecond, typename Sum, int64_t kPairs,
           typename Finish>
 inline void multiply_pairs(const LeftRows& w, const RightTiles& x, int64_t max_steps,
@@ -174,7 +253,7 @@ inline void multiply_pairs(const LeftRows& w, const RightTiles& x, int64_t max_s
     int64_t waiting = -1;
     const auto finish_waiting = [&](int64_t tile) {
       if (waiting < 0 || tile >= 4) return;
-      finish(waiting, tile, room.sums[waiting][tile].v, part_begin, part_end);
+      finish(waiting, tile, room.sums[waiting], part_begin, part_end);
     };
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
       const uint8_t* data = x.data + pair * x.pair + begin * x.step;
@@ -226,12 +305,22 @@ inline void multiply(const Unit<Tiled<U>>&, const WeightRows<Tiled<U>>& w, int64
                          ceil_div(num_batch, kTileSide)};
   multiply_pairs<U, kProduct, kProduct, float, kPairs>(
       left, right, ceil_div(left.bytes, kTileRowBytes), reinterpret_cast<const uint8_t*>(next),
-      [&](int64_t pair, int64_t tile, const float* sums, int64_t, int64_t) {
+      [&](int64_t pair, int64_t tile, const SumTile<float>* sums, int64_t, int64_t) {
         const int64_t r = tile / 2 * kTileSide, b = (2 * pair + tile % 2) * kTileSide;
         if (r >= num_rows || b >= num_batch) return;
-        store_turned(sums, min_of(num_rows - r, kTileSide), min_of(num_batch - b, kTileSide),
-                     out + b * out_stride + r, out_stride);
+        store_turned(sums[tile].v, min_of(num_rows - r, kTileSide),
+                     min_of(num_batch - b, kTileSide), out + b * out_stride + r, out_stride);
       });
+}
+
+// The same with an int8 weight, see multiply_int8.cpp.
+void multiply_int8_on_tiles(Tiles tiles, const WeightRows<TiledInt8>& w, int64_t num_rows,
+                            const uint8_t* x, int64_t x_stride, int64_t num_batch, int64_t n,
+                            const TiledInt8* next, float* out, int64_t out_stride);
+inline void multiply(const Unit<TiledInt8>& unit, const WeightRows<TiledInt8>& w, int64_t num_rows,
+                     const uint8_t* x, int64_t x_stride, int64_t num_batch, int64_t n,
+                     const TiledInt8* next, float* out, int64_t out_stride) {
+  multiply_int8_on_tiles(unit.tiles, w, num_rows, x, x_stride, num_batch, n, next, out, out_stride);
 }
 
 #endif

@@ -6,8 +6,9 @@
 // kRows of a weight.
 //
 // An int8 weight row stands for w * scale. x is then quantised to 16 bits per row, x = q * scale,
-// and products are summed as integers: the rounding error is the weight's, not that of x. At most
-// kMaxColumns products fit into the 32 bits of a lane.
+// and products are summed as integers: the rounding error is the weight's, not that of x. The sum
+// of every kMaxColumns columns is exact, is rounded to float32 once, and is added to those before
+// it: vectors of any width and matrix tiles give the same bits.
 #pragma once
 
 #include "pair.h"
@@ -71,7 +72,6 @@ struct Format<float> {
   }
   static Sums start() { return zero(); }
   static Sums multiply_add(Vec w, const PackedX* x, Sums sums) { return fma(w, load(x), sums); }
-  static Vec lanes(Sums sums) { return sums; }
 
   static void pack(const float* row, int64_t n, PackedX* x) {
     int64_t k = 0;
@@ -101,7 +101,6 @@ struct Format<BFloat16> {
     return {_mm512_dpbf16_ps(sums.v, reinterpret_cast<__m512bh>(_mm512_loadu_si512(x)),
                              reinterpret_cast<__m512bh>(w))};
   }
-  static Vec lanes(Sums sums) { return sums; }
 
   static void pack(const BFloat16* row, int64_t n, PackedX* x) {
     int64_t k = 0;
@@ -135,7 +134,6 @@ struct Format<BFloat16> {
     const Pair columns = load_kept(x);
     return fma(w.b, columns.b, fma(w.a, columns.a, sums));
   }
-  static Vec lanes(Sums sums) { return sums; }
 
   static void pack(const BFloat16* row, int64_t n, PackedX* x) {
     int64_t k = 0;
@@ -167,13 +165,64 @@ inline Quantisation quantisation(const T* x, int64_t n) {
   return {usable ? kLargestQ / bound : 0.0f, usable ? bound / kLargestQ : poison};
 }
 
+// out[r]: the sum of all lanes of v[r], for the four rows, exact until it is rounded to float32 as
+// 65536 * high + low: sums of the lanes' upper and lower 16 bits fit into 32.
+#if defined(__AVX512VNNI__)
+// A lane has at most 128 products: four lanes may be added before they are split.
+inline void sum_four(const __m512i* v, float* out) {
+  const __m512i ab =
+      _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+  const __m512i cd =
+      _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+  const __m512i abcd =
+      _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  const __m512i high = _mm512_srai_epi32(abcd, 16);
+  const __m512i low = _mm512_and_si512(abcd, _mm512_set1_epi32(0xffff));
+  const __m512i halves = _mm512_add_epi32(_mm512_shuffle_i64x2(high, low, 0x44),
+                                          _mm512_shuffle_i64x2(high, low, 0xee));
+  const __m512 sums =
+      _mm512_cvtepi32_ps(_mm512_add_epi32(halves, _mm512_shuffle_i64x2(halves, halves, 0xb1)));
+  _mm_storeu_ps(out, _mm_fmadd_ps(_mm512_castps512_ps128(sums), _mm_set1_ps(65536.0f),
+                                  _mm512_extractf32x4_ps(sums, 2)));
+}
+#elif defined(__AVX2__)
+// A lane has at most 256 products: two lanes may be added before they are split.
+inline void sum_four(const __m256i* v, float* out) {
+  const __m256i ab =
+      _mm256_add_epi32(_mm256_unpacklo_epi32(v[0], v[1]), _mm256_unpackhi_epi32(v[0], v[1]));
+  const __m256i cd =
+      _mm256_add_epi32(_mm256_unpacklo_epi32(v[2], v[3]), _mm256_unpackhi_epi32(v[2], v[3]));
+  const auto fold = [](__m256i x, __m256i y) {
+    return _mm256_add_epi32(_mm256_unpacklo_epi64(x, y), _mm256_unpackhi_epi64(x, y));
+  };
+  const __m256i mask = _mm256_set1_epi32(0xffff);
+  const __m256i high = fold(_mm256_srai_epi32(ab, 16), _mm256_srai_epi32(cd, 16));
+  const __m256i low = fold(_mm256_and_si256(ab, mask), _mm256_and_si256(cd, mask));
+  const __m256 sums = _mm256_cvtepi32_ps(_mm256_add_epi32(
+      _mm256_permute2x128_si256(high, low, 0x20), _mm256_permute2x128_si256(high, low, 0x31)));
+  _mm_storeu_ps(out, _mm_fmadd_ps(_mm256_castps256_ps128(sums), _mm_set1_ps(65536.0f),
+                                  _mm256_extractf128_ps(sums, 1)));
+}
+#else
+struct IntLanes {
+  int32_t v[kWidth];
+};
+inline void sum_four(const IntLanes* v, float* out) {
+  for (int r = 0; r < 4; ++r) {
+    int64_t sum = 0;
+    for (const int32_t lane : v[r].v) sum += lane;
+    out[r] = static_cast<float>(sum);
+  }
+}
+#endif
+
 // Bytes are widened to 16 bits as they are read. A packed row is a header, the scale, then q.
 template <>
 struct Format<Int8> {
   static constexpr int kStep = 2 * kWidth;
   static constexpr int64_t kHeader = 32;
-  // A step adds two products, of at most 128 * 32767 each, to a lane.
-  static constexpr int64_t kMaxColumns = 256 * kStep;
+  // 512 products, of at most 128 * 32767 each, fit into 32 bits. A lane has 256 or fewer.
+  static constexpr int64_t kMaxColumns = 2048;
   using PackedX = int16_t;
 
 #if defined(__AVX512VNNI__)
@@ -190,7 +239,6 @@ struct Format<Int8> {
   static Sums multiply_add(__m512i w, const PackedX* x, Sums sums) {
     return _mm512_dpwssd_epi32(sums, w, _mm512_loadu_si512(x));
   }
-  static Vec lanes(Sums sums) { return {_mm512_cvtepi32_ps(sums)}; }
 #elif defined(__AVX2__)
   static constexpr int kMaxBatch = 3;
   using Sums = __m256i;
@@ -213,12 +261,9 @@ struct Format<Int8> {
     return _mm256_add_epi32(sums, _mm256_madd_epi16(w, columns));
 #endif
   }
-  static Vec lanes(Sums sums) { return {_mm256_cvtepi32_ps(sums)}; }
 #else
   static constexpr int kMaxBatch = 1;
-  struct Sums {
-    int32_t v[kWidth];
-  };
+  using Sums = IntLanes;
   struct Loaded {
     int16_t v[kStep];
   };
@@ -235,11 +280,6 @@ struct Format<Int8> {
       sums.v[i] += w.v[2 * i] * x[2 * i] + w.v[2 * i + 1] * x[2 * i + 1];
     }
     return sums;
-  }
-  static Vec lanes(const Sums& sums) {
-    Vec result;
-    for (int i = 0; i < kWidth; ++i) result.v[i] = static_cast<float>(sums.v[i]);
-    return result;
   }
 #endif
 
@@ -279,12 +319,26 @@ struct TileHardware;
 struct TileModel;
 template <typename U>
 struct Tiled;
+struct TiledInt8;
+
+// Rows of x from which int8 rows are multiplied with matrix tiles. By count, 16 rows of a weight of
+// 512 columns take 128 cycles of vectors a row of x. On tiles they take 256 cycles for up to 16
+// rows of x, and some 200 until their sums are floats.
+constexpr int64_t kFewestInt8OnTiles = 4;
 #endif
 
-// Calls body<T, W>(), with T the dtype of a call and W that of its weight: int8 where there is a
-// scale, packed where there is a table.
+// Calls body<T, W>(), with T the dtype of a call of num_rows rows and W that of its weight: int8
+// where there is a scale, packed where there is a table.
 template <typename Body>
-void dispatch_weight(DType dtype, const float* scale, const int64_t* table, const Body& body) {
+void dispatch_weight(DType dtype, const float* scale, const int64_t* table,
+                     [[maybe_unused]] int64_t num_rows, const Body& body) {
+#if defined(__AVX512BF16__)
+  const Tiles tiles = tiles_in_use();
+  if (scale != nullptr && num_rows >= kFewestInt8OnTiles && tiles != Tiles::kNone) {
+    if (dtype == DType::kFloat32) return body.template operator()<float, TiledInt8>();
+    return body.template operator()<BFloat16, TiledInt8>();
+  }
+#endif
   if (dtype == DType::kFloat32) {
     if (table != nullptr) return body.template operator()<float, Panel>();
     if (scale != nullptr) return body.template operator()<float, Int8>();
@@ -293,7 +347,6 @@ void dispatch_weight(DType dtype, const float* scale, const int64_t* table, cons
   if (table != nullptr) return body.template operator()<BFloat16, Panel>();
   if (scale != nullptr) return body.template operator()<BFloat16, Int8>();
 #if defined(__AVX512BF16__)
-  const Tiles tiles = tiles_in_use();
   if (tiles == Tiles::kHardware) return body.template operator()<BFloat16, Tiled<TileHardware>>();
   if (tiles == Tiles::kModel) return body.template operator()<BFloat16, Tiled<TileModel>>();
 #endif
