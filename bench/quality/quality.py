@@ -2,11 +2,11 @@
 
 python -m bench quality [--low-bits] [--windows 20] [--threads 1]
 
-SmolLM2-135M-Instruct's Q4_1 file and Qwen2.5-Coder-0.5B-Instruct's files, for which
-``python -m bench coder-files`` downloads 478 MB; on modules of Python's standard library, which
-anyone has. Writes bench/results/quality.json and the table in bench/results, in about half an
-hour on one core. With ``--low-bits`` instead SmolLM2's file and what llama-quantize makes of it, in
-formats of 2 to 4 bits: low_bits.json and its table, in 10 minutes.
+Qwen2.5-Coder-0.5B-Instruct's files, for which ``python -m bench coder-files`` downloads 478 MB; on
+modules of Python's standard library, which anyone has. Writes bench/results/quality.json and the
+table in bench/results, in about half an hour on one core. With ``--low-bits`` instead
+SmolLM2-135M-Instruct's Q4_1 file and what llama-quantize makes of it, in formats of 2 to 4 bits:
+low_bits.json and its table, in 10 minutes.
 """
 
 from __future__ import annotations
@@ -170,12 +170,13 @@ REPORTS = (
 def measure(windows: int, threads: int, scratch: Path, *, low_bits: bool) -> Figures:
     with smollm2_file() as smollm2:
         if low_bits:
-            made = [
+            made = (
                 coder_files.quantise(smollm2, *kinds, directory=scratch) for kinds in REQUANTISED
-            ]
+            )
+            files = [smollm2, *made]
         else:
-            made = coder_files.coder_files("Q4_1")
-        file_rows = [file_row(file, windows, threads, scratch) for file in (smollm2, *made)]
+            files = coder_files.coder_files("Q4_1")
+        file_rows = [file_row(file, windows, threads, scratch) for file in files]
     figures = {
         "python": platform.python_version(),
         **machine(),
