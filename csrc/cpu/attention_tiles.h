@@ -145,7 +145,6 @@ struct InTiles {
     }
   }
 
-  // Handles all heads at a time where possible, so that products do not wait.
   template <typename C, typename Scale>
   static void attend(TileScratch& scratch, const AttentionTile& tile, int64_t head_dim,
                      const Scale& scale_of_head, Range keys, const CachedBlock<C>& block) {
@@ -156,20 +155,22 @@ struct InTiles {
       scratch.seen[row] = static_cast<uint32_t>(
           seen.empty() ? 0 : below >> (seen.begin - keys.begin) << (seen.begin - keys.begin));
     }
+    // Tiles multiply the next head's keys and the last head's values while vectors weigh a head's
+    // scores.
+    score_head(scratch, tile, 0, head_dim, num_keys, block);
     for (int64_t head = 0; head < tile.num_heads; ++head) {
-      score_head(scratch, tile, head, head_dim, num_keys, block);
-    }
-    for (int64_t head = 0; head < tile.num_heads; ++head) {
+      if (head + 1 < tile.num_heads) {
+        score_head(scratch, tile, head + 1, head_dim, num_keys, block);
+      }
       const Vec scale = broadcast(scale_of_head(head));
       for (int64_t first = 0; first < tile.groups.rows(); first += tile.groups.size) {
         for (int64_t row = first; row < first + tile.groups.size; row += 4) {
           weigh(scratch, tile, head, row, keys, width, scale);
         }
       }
+      if (head > 0) add_head(scratch, tile, head - 1, head_dim, num_keys, block);
     }
-    for (int64_t head = 0; head < tile.num_heads; ++head) {
-      add_head(scratch, tile, head, head_dim, num_keys, block);
-    }
+    add_head(scratch, tile, tile.num_heads - 1, head_dim, num_keys, block);
   }
 
  private:

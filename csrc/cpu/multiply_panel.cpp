@@ -103,7 +103,9 @@ template <BlockFormat kFormat, int kBatch, bool kNear>
   constexpr BlockTraits kTraits = traits_of(kFormat);
   using Dot = DotOf<kFormat>;
   Vec totals[2][kBatch];
+#pragma GCC unroll 2
   for (auto& of_panel : totals) {
+#pragma GCC unroll 8
     for (Vec& total : of_panel) total = zero();
   }
   const Ints ones[2] = {Dot::ones(), Dot::ones()};

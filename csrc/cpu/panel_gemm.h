@@ -7,6 +7,8 @@
 // x and its row of the weight. A block that holds NaN or infinity makes its whole row NaN.
 #pragma once
 
+#include <type_traits>
+
 #include "skinny_gemm.h"
 #include "tile_unit.h"
 
@@ -126,6 +128,14 @@ inline HalfSums quantise(const float* v, float to_q, int8_t* out) {
 
 #endif
 
+// row: [kCount] as floats, converted into room if they are none.
+template <int64_t kCount, typename T>
+inline const float* as_floats(const T* row, float* room) {
+  if constexpr (std::is_same_v<T, float>) return row;
+  for (int64_t i = 0; i < kCount; i += kWidth) store(room + i, load(row + i));
+  return room;
+}
+
 // v: [32]
 inline void quantise_block(const float* v, XBlock* out) {
   const BlockScale scale = block_scale(largest_of<kBlockColumns>(v));
@@ -177,23 +187,19 @@ struct Format<Panel> {
   // stride: of the packed rows, which tells the blocks that they hold.
   template <typename T>
   static void pack(const T* row, int64_t n, int64_t stride, uint8_t* x) {
-    alignas(64) float values[kSuperColumns];
-    const auto load_into = [&](const T* columns, int64_t count) {
-      for (int64_t i = 0; i < count; i += kWidth) store(values + i, load(columns + i));
-    };
     const XRowSizes sizes = x_row_sizes(n);
     if (stride != sizes.super_blocks) {
       auto* block = reinterpret_cast<XBlock*>(x);
       for (int64_t k = 0; k < n; k += kBlockColumns) {
-        load_into(row + k, kBlockColumns);
-        quantise_block(values, block++);
+        alignas(64) float room[kBlockColumns];
+        quantise_block(as_floats<kBlockColumns>(row + k, room), block++);
       }
     }
     if (stride != sizes.blocks) {
       auto* block = reinterpret_cast<XSuperBlock*>(x + stride - sizes.super_blocks);
       for (int64_t k = 0; k < n; k += kSuperColumns) {
-        load_into(row + k, kSuperColumns);
-        quantise_super_block(values, block++);
+        alignas(64) float room[kSuperColumns];
+        quantise_super_block(as_floats<kSuperColumns>(row + k, room), block++);
       }
     }
   }
@@ -213,13 +219,14 @@ struct Tables {
 };
 // The bytes of a packed row of x that holds the blocks that a weight's formats multiply.
 inline int64_t x_stride_of(const Tables& tables, int64_t columns) {
-  uint32_t formats = 0, with_sub_scales = 0;
+  uint64_t formats = 0, with_sub_scales = 0;
   for (int64_t i = 0; i < tables.count; ++i) {
     const int64_t* table = tables.first + i * tables.stride;
-    for (int64_t row = 0; row < tables.num_rows; ++row) formats |= 1u << (table[row] >> 4 & 15);
+    for (int64_t row = 0; row < tables.num_rows; ++row)
+      formats |= uint64_t{1} << (table[row] >> 4 & 15);
   }
   for (int i = 0; i < kNumBlockFormats; ++i) {
-    with_sub_scales |= has_sub_scales(static_cast<BlockFormat>(i)) ? 1u << i : 0;
+    with_sub_scales |= has_sub_scales(static_cast<BlockFormat>(i)) ? uint64_t{1} << i : 0;
   }
   const XRowSizes sizes = x_row_sizes(columns);
   return (formats & ~with_sub_scales ? sizes.blocks : 0) +

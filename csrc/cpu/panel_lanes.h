@@ -4,6 +4,8 @@
 // have 128 subtracted where PanelDot says so.
 #pragma once
 
+#include <type_traits>
+
 #include "vec.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
@@ -404,7 +406,9 @@ struct PanelDot {
   // Where parts are half a block and registers are few, unpacking takes longer than moving sums to
   // and from memory.
   static constexpr int kBatch = kWidth == 8 && kGroups == 4 ? 8 : 5;
-  Ints products, sums;
+  struct NoSums {};
+  Ints products;
+  [[no_unique_address]] std::conditional_t<kScaled, Ints, NoSums> sums;
 
   static Ints factors(Ints scales) { return scales; }
   static Ints ones() { return broadcast_shifted<0>(1); }
@@ -421,7 +425,13 @@ struct PanelDot {
     products = add_products(products, w, columns);
   }
   void end_part(Ints factors) { sums = add_scaled(sums, products, factors); }
-  Ints total(int32_t) const { return kScaled ? sums : products; }
+  Ints total(int32_t) const {
+    if constexpr (kScaled) {
+      return sums;
+    } else {
+      return products;
+    }
+  }
 };
 
 #endif
