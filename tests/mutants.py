@@ -1136,6 +1136,20 @@ ENGINE = (
         "tests/planning/test_thinking_budgets.py",
     ),
     Mutant(
+        "thought-is-quiet-for-too-long",
+        "python/eecore/planning/thoughts.py",
+        "            until = min(until, place.num_tokens + left)\n",
+        "            until = min(until, place.num_tokens + left + 1)\n",
+        "tests/planning/test_thought_probes.py",
+    ),
+    Mutant(
+        "thought-is-quiet-at-its-budget",
+        "python/eecore/planning/thoughts.py",
+        "            until = place.num_tokens + left - MAX_DRAFTS\n",
+        "            pass\n",
+        "tests/planning/test_thought_probes.py",
+    ),
+    Mutant(
         "what-a-probe-writes-is-verified",
         "python/eecore/decoding/draft_outcomes.py",
         "start : start + drafted + 1].tolist(), forced\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from eecore.decoding.iterate import Iterations
 from eecore.exits import Exit
 from eecore.planning.probes import ThoughtProbes
 from eecore.planning.row import Outcome
+from eecore.planning.thoughts import GuidedThought
 from eecore.scheduling.sequence import Sequence
 from eecore.thought_stop import normalised
 from thinking_models import ALWAYS, CLOSES, HYBRID, QUESTION, calibrated, write_thinking_model
@@ -189,6 +191,39 @@ def test_an_answer_is_whole_once_its_line_ends(thinker: eecore.Model) -> None:
 
 
 # Where a thought ends
+
+
+@pytest.mark.parametrize("think", [RECORD, ENDS, None], ids=["records", "ends", "budget"])
+def test_nothing_comes_of_quiet_tokens(thinker: eecore.Model, think: ThoughtStop | None) -> None:
+    """And the place after them is that of one token after another."""
+    rng, num_quiet = random.Random(7), 0
+    letters = [token for token in range(33, 91) if token not in (CLOSES, 46)]
+    for round in range(40):
+        budget = rng.choice([None, 90, 120]) if think is not None else 100
+        sampling = SamplingParams(max_tokens=250, think=think, thinking_budget=budget)
+        skips, steps = (
+            engine_of(thinker).prepare(asked(thinker), sampling=sampling).draft for _ in range(2)
+        )
+        assert skips is not None
+        assert steps is not None
+        guided, other = skips.guided, steps.guided
+        assert isinstance(guided, GuidedThought)
+        assert isinstance(other, GuidedThought)
+        text = rng.choices([*letters, *[198] * 60], k=rng.choice([60, 160]))
+        text[rng.randrange(len(text))] = CLOSES if round % 2 else 46
+        known = list[int]()
+        while text:
+            more, text = text[: (count := rng.choice([1, 1, 4]))], text[count:]
+            is_quiet = guided.is_quiet(known, more)
+            num_quiet += is_quiet
+            for token in more:
+                known.append(token)
+                other._place = place = other._after(other._place, token)
+                assert not (is_quiet and (place.is_due or place.forced))
+                if not is_quiet:
+                    own = guided.at(known)
+                    assert own._replace(decoder=place.decoder) == place
+    assert num_quiet > 500
 
 
 def test_probes_leave_nothing(thinker: eecore.Model) -> None:

@@ -107,9 +107,11 @@ class Commits:
                 continue
             left = sequence.sampling.max_tokens - len(sequence.output_ids)
             goes_on = error is None and 0 < len(token_ids) < left
+            guided = None if draft is None else draft.guided
+            if guided is not None and guided.is_quiet(sequence.output_ids, token_ids):
+                guided = None
             if goes_on:
-                assert draft is not None
-                watches = draft.guided is not None or (text is not None and text.watches)
+                watches = guided is not None or (text is not None and text.watches)
                 goes_on = not watches and sequence.stop_set.isdisjoint(token_ids)
                 if sequence.sampling.ends_repetition:
                     goes_on = goes_on and not is_due(len(sequence.output_ids), len(token_ids))
@@ -145,7 +147,7 @@ class Commits:
             sequence.kv_exit_layers += outcome.kv_exit_layers
             sequence.prompt_logprobs += outcome.prompt_logprobs
             sequence.output_ids += token_ids
-            if draft.guided is not None:
+            if guided is not None:
                 _mask(sequence, draft)
             sequence.exit_layers += outcome.exit_layers
             sequence.confidences += outcome.confidences

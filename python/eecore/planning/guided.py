@@ -77,6 +77,10 @@ class Guided:
         self._seen: list[int] = []  # tokens that the matcher has read; [] while unknown
         self._seconds = CALL_SECONDS  # of CPU time that are left
 
+    def is_quiet(self, token_ids: list[int], more: list[int]) -> bool:  # noqa: ARG002
+        """Whether no token after these has a mask; a guide may have one everywhere."""
+        return False
+
     def is_over(self, token_ids: list[int]) -> bool:
         """Whether only the end of the text can follow these tokens. False where the guide cannot
         be followed: the next mask raises that error.

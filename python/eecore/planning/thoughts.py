@@ -9,7 +9,9 @@ drafts, batches and preemptions do not change it.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence as Ordered
+from functools import reduce
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ import numpy as np
 from eecore.models import IncrementalDecoder, Tokenizer
 from eecore.models.text.thinking import AFTER, Part, Reading, Thinking
 from eecore.planning.guided import Array, Guided
+from eecore.scheduling.sequence import MAX_DRAFTS
 from eecore.thought_stop import ThoughtStop
 
 OVERTIME = 32
@@ -86,6 +89,9 @@ class GuidedThought:
         self._budget = max_tokens if budget is None and stop is not None else budget
         self._stop, self._verdict = stop, (-1, "")
         self.num_words = -(-vocab_size // 32)
+        self._closing_id = thinking.closing_id
+        self._quiet_until = 0
+        """A number of tokens: see :meth:`is_quiet`."""
         self.binds_all = guided is not None
         """Whether any token may have a mask, so that drafts have to be known before it."""
         self.max_probe = thinking.max_closing
@@ -111,6 +117,10 @@ class GuidedThought:
             return False
         answer = self.at(token_ids).answer
         return answer is not None and self._guided.is_over(token_ids[answer:])
+
+    def is_quiet(self, token_ids: list[int], more: list[int]) -> bool:
+        """Whether no probe and no mask comes after any of the tokens ``more`` of a text."""
+        return len(token_ids) + len(more) < self._quiet_until and self._closing_id not in more
 
     def may_mask(self, token_ids: list[int], most: int) -> bool:
         """Whether the next token, or one after some of ``most`` drafts, may have a mask."""
@@ -141,6 +151,7 @@ class GuidedThought:
         """End the thought after these tokens, which are the text so far."""
         self._verdict = num_tokens, verdict
         self._place = self._planned(self._place)
+        self._quiet_until = self._next_event(self._place)
 
     def drafts(
         self, token_ids: list[int], proposed: Ordered[int], most: int, stops: frozenset[int]
@@ -210,13 +221,50 @@ class GuidedThought:
         """The place after these tokens; once the answer has begun, the place where it did."""
         count = len(self._seen)
         if token_ids[max(count - KNOWN, 0) : count] != self._seen[-KNOWN:]:
-            self._place, self._seen = self._start, []
-        for token in token_ids[len(self._seen) :]:
-            if self._place.answer is not None and self._place.answer < self._place.num_tokens:
-                break
-            self._place = self._after(self._place, token)
-            self._seen.append(token)
+            self._place, self._seen, self._quiet_until, count = self._start, [], 0, 0
+        if count < len(token_ids):
+            quiet = token_ids[count : max(self._quiet_until - 1, 0)]
+            self._place = self._after_quiet(self._place, quiet)
+            for token in token_ids[count + len(quiet) :]:
+                self._place = self._after(self._place, token)
+            self._seen += token_ids[count:]
+            self._quiet_until = self._next_event(self._place)
         return self._place
+
+    def _next_event(self, place: Place) -> int:
+        """Tokens of the text at which a probe or a mask may come, if the thought goes on."""
+        if self._guided is not None or place.forced:
+            return 0
+        until = sys.maxsize
+        if place.reading.part is not Part.THOUGHT:
+            return until if place.answer is not None and place.answer < place.num_tokens else 0
+        if self._budget is not None:
+            left = min(self._budget - place.num_thought, self._max_thought - place.num_tokens)
+            until = place.num_tokens + left - MAX_DRAFTS
+        if self._stop is not None:
+            if self._stop.records and self._closing_id is None:
+                return 0  # the end of a thought is a place as well, and has to be found at once
+            left = self._stop.every - (place.num_thought - place.probed)
+            until = min(until, place.num_tokens + left)
+        return until
+
+    def _after_quiet(self, place: Place, token_ids: Ordered[int]) -> Place:
+        """The place after tokens without an event, unless they close the thought."""
+        if not token_ids:
+            return place
+        decoder, count = place.decoder.copy(), len(token_ids)
+        text = decoder.extend(token_ids)
+        reading, _, _ = self._thinking.read(place.reading, text)
+        if reading.part is not Part.THOUGHT:
+            return reduce(self._after, token_ids, place)
+        return place._replace(
+            reading=reading,
+            decoder=decoder,
+            num_tokens=place.num_tokens + count,
+            num_thought=place.num_thought + count,
+            tail=(place.tail + text)[-TAIL:],
+            is_due=False,
+        )
 
     def _after(self, place: Place, token: int) -> Place:
         """The place after one more token."""

