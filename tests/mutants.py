@@ -1623,6 +1623,13 @@ SERVER = (
         "tests/planning/test_guide.py -k names_of_properties",
     ),
     Mutant(
+        "named-calls-without-an-end-of-the-name",
+        "python/eecore/serving/tool_calls.py",
+        "if _skip(NAMING, text, self._begin) < len(text):",
+        "if False:",
+        "tests/serving/test_tool_calls.py",
+    ),
+    Mutant(
         "markers-of-calls-as-text",
         "python/eecore/serving/guides.py",
         "for marker, token in form.tokens:",

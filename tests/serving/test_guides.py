@@ -7,6 +7,7 @@ import enum
 import json
 import re
 import threading
+from dataclasses import replace
 from typing import Annotated, Any
 
 import httpx
@@ -143,7 +144,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", LIGHT, allowed("required", "light")])
-@pytest.mark.parametrize("parser", ["auto", "llama3", "mistral", "qwen3_coder"])
+@pytest.mark.parametrize("parser", ["auto", "llama3", "mistral", "mistral3", "qwen3_coder"])
 def test_a_call_that_has_to_be_made(
     intent: eecore.Model, parser: str, choice: Any, stream: bool
 ) -> None:
@@ -461,6 +462,17 @@ def test_references_of_a_tool_lead_into_its_own_schema(name: str) -> None:
     for arguments, fits in ((good, True), (bad, False)):
         call = f'{{"name": "it", "parameters": {arguments}}}'
         assert accepts(guide, call) == fits
+
+
+def test_a_named_call_has_its_markers_as_tokens() -> None:
+    form = replace(FORMATS["mistral3"], tokens=(("[TOOL_CALLS]", 9), ("[ARGS]", 32)))
+    body = read_chat(tools=TOOLS, tool_choice=LIGHT)
+    made = guides.guide_of(body, guides.expected_calls(body, form))
+    assert made is not None
+    assert made[1].text.startswith("start: <[9]> call\ncall: call_0\n")
+    assert 'call_0: "light" <[32]> call_0_json\n' in made[1].text
+    assert accepts(guide_of(body, "mistral3"), '[TOOL_CALLS]light[ARGS]{"level": 3}')
+    assert not accepts(guide_of(body, "mistral3"), '[TOOL_CALLS]light[ARGS]{"level": 10}')
 
 
 def test_one_call_of_a_list_where_no_more_are_wanted() -> None:

@@ -47,6 +47,7 @@ TAGS = (
 )
 PYTHON = "weather(place=\"Zürich\", days=[1, 2.5, {'a': True}])"
 IN_PYTHON = ("weather", '{"place": "Zürich", "days": [1, 2.5, {"a": true}]}')
+NAMED = ("weather", '{"place": "]{"}')
 TAGGED = ("weather", '{"place": "Zürich", "days": [1, 2.5]}')
 
 
@@ -132,6 +133,14 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         "",
         [WEATHER, TIME],
     ),
+    "named": ("mistral3", '[TOOL_CALLS]weather[ARGS]{"place": "]{"}', "", [NAMED]),
+    "named, two, with ids": (
+        "mistral3",
+        'So [TOOL_CALLS]weather[CALL_ID]a2[ARGS]{"place": "]{"}[TOOL_CALLS] time [ARGS] {}\n',
+        "So ",
+        [NAMED, TIME],
+    ),
+    "JSON where names are": ("mistral3", f"[TOOL_CALLS] [{CALL}]", "", [WEATHER]),
     "tags": ("qwen3_coder", f"<tool_call>\n{TAGS}\n</tool_call>", "", [TAGGED]),
     "tags, after text": ("qwen3_coder", f"So <b> <tool_call>{TAGS}", "So <b> ", [TAGGED]),
     "tags, two": (
@@ -308,6 +317,12 @@ BAD = [
     ("mistral", f"[TOOL_CALLS] [{CALL}, "),
     ("mistral", f'[TOOL_CALLS] [{CALL}, {{"name": "launch", "arguments": {{}}}}]'),
     ("mistral", "[TOOL_CALLS] none [TOOL_CALL"),
+    ("mistral3", "[TOOL_CALLS]launch[ARGS]{}"),
+    ("mistral3", '[TOOL_CALLS]weather[ARGS]{"place"'),
+    ("mistral3", "[TOOL_CALLS]weather[ARGS][1]"),
+    ("mistral3", "[TOOL_CALLS]weather[CALL"),
+    ("mistral3", '[TOOL_CALLS]weather{"place": "here"}'),
+    ("mistral3", f"[TOOL_CALLS]{'weather' * 99}[ARGS]{{}}"),
 ]
 
 
@@ -433,6 +448,9 @@ def test_text_is_given_at_once() -> None:
     assert reader.add(" {") == []
     assert reader.add('"name": "Bob"}') == [" {", '"name": "Bob"}']
     assert reader.add("{") == ["{"]
+    reader = CallReader(FORMATS["mistral3"], SCHEMAS)
+    assert reader.add("[TOOL_CALLS]so") == []
+    assert reader.add("\nit") == ["[TOOL_CALLS]", "so\nit"]
     reader = CallReader(FORMATS["mistral"], SCHEMAS)
     (call,) = reader.add(f"[TOOL_CALLS][{CALL}]")  # before the answer ends
     assert isinstance(call, ToolCall)
@@ -447,6 +465,7 @@ def test_a_parser_is_chosen_by_the_chat_template() -> None:
         assert tool_format("auto", template) is FORMATS[known[name]]
         assert tool_format("none", template) is None
         assert tool_format("mistral", template) is FORMATS["mistral"]
+    assert tool_format("auto", "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}") is FORMATS["mistral3"]
     assert tool_format("auto", "{{ messages }}") is FORMATS["hermes"]
     with pytest.raises(eecore.RequestError, match="tool_parser: expected auto, hermes"):
         ServerSettings(tool_parser="json")

@@ -12,7 +12,7 @@ from eecore.guide import Guide, check_types, enforceable
 from eecore.serving.protocol import ChatRequest, GenerationRequest
 from eecore.serving.python_calls import WORD
 from eecore.serving.refusals import ApiError, invalid
-from eecore.serving.tool_calls import ExpectedCalls, ToolFormat
+from eecore.serving.tool_calls import ARGUMENTS, ExpectedCalls, ToolFormat
 from eecore.serving.xml_calls import (
     CLOSES,
     NAME,
@@ -161,7 +161,12 @@ def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any] | None]) 
         parameters: the schema of each function's arguments; None for any arguments.
     """
     form = calls.format
-    make = {"tags": _tags, "python": _in_python}.get(form.language)
+    languages: dict[str, Callable[[str, str, Any], list[str] | None]] = {
+        "tags": _tags,
+        "python": _in_python,
+        "named": partial(_named, form),
+    }
+    make = languages.get(form.language)
     kinds, rules, names = [], [], []
     for number, (function, schema) in enumerate(zip(calls.functions, parameters, strict=True)):
         rule = f"call_{number}"
@@ -204,6 +209,15 @@ def _marker(form: ToolFormat, text: str) -> str:
             quoted = [json.dumps(each) if each else "" for each in (before, after)]
             return f"{quoted[0]} <[{token}]> {quoted[1]}".strip()
     return json.dumps(text)
+
+
+def _named(form: ToolFormat, rule: str, name: str, schema: Mapping[str, Any] | None) -> list[str]:
+    """The grammar rules of a call as a name and JSON."""
+    arguments = {"type": "object"} if schema is None else schema
+    return [
+        f"{rule}: {_quoted(name)} {_marker(form, ARGUMENTS)} {rule}_json",
+        f"{rule}_json: {_on_one_line(arguments)}",
+    ]
 
 
 def _tags(rule: str, name: str, schema: Mapping[str, Any] | None) -> list[str] | None:

@@ -26,6 +26,13 @@ SPACE = re.compile(r"\s*")
 # The end of a run of JSON outside of strings, and within them.
 OUTSIDE = re.compile(r"[^\s\w,:.+-]")
 WITHIN = re.compile(r'["\\]')
+# What follows the name of a function in Mistral's format, up to the arguments.
+ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
+NAMED = re.compile(
+    rf"([^\[\]{{}}\n]{{1,256}})(?:{re.escape(CALL_ID)}[^\[\]{{}}\n]{{0,256}})?{re.escape(ARGUMENTS)}\s*(?=\{{)"
+)
+# Such a name as far as it can be read.
+NAMING = re.compile(r"[^\[\]{}\n]{0,256}(?:\[[A-Z_]*(?:\][^\[\]{}\n]{0,256})?){0,2}\s*")
 # The separator before the next of several calls in Llama's format.
 BETWEEN = re.compile(r"(?:\s|;|<\|python_tag\|>)*")
 
@@ -62,7 +69,8 @@ class ToolFormat:
             answer may lack its marker.
         arguments: the name of the field of the arguments.
         is_list: a block has a list of calls.
-        language: of the calls in a block, which may be JSON in any format.
+        language: of the calls in a block, which may be JSON in any format; "named" is a name,
+            :data:`ARGUMENTS` and JSON.
         id_length: length of the ids, where the family's templates insist on one.
         hints: texts that only the family's chat templates have.
         tokens: the markers that are tokens of the model, with their ids.
@@ -73,7 +81,7 @@ class ToolFormat:
     is_rest: bool = False
     arguments: str = "arguments"
     is_list: bool = False
-    language: Literal["json", "tags", "python"] = "json"
+    language: Literal["json", "tags", "python", "named"] = "json"
     id_length: int | None = None
     hints: tuple[str, ...] = ()
     tokens: tuple[tuple[str, int], ...] = ()
@@ -100,7 +108,8 @@ class ToolFormat:
 
     @property
     def markers(self) -> list[str]:
-        return [marker for marker in (self.opens, self.closes) if marker]
+        named = (CALL_ID, ARGUMENTS) if self.language == "named" else ()
+        return [marker for marker in (self.opens, self.closes, *named) if marker]
 
     @property
     def openers(self) -> list[str]:
@@ -118,6 +127,8 @@ class ToolFormat:
         return separator.join(f"{self.begins}{text}{self.ends}" for text in texts)
 
     def _in_json(self, name: str, arguments: Any) -> str:
+        if self.language == "named":
+            return f"{name}{ARGUMENTS}{json.dumps(arguments, ensure_ascii=False)}"
         return json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
 
     def new_id(self) -> str:
@@ -127,6 +138,7 @@ class ToolFormat:
 
 
 FORMATS = {
+    "mistral3": ToolFormat("[TOOL_CALLS]", language="named", id_length=9, hints=(ARGUMENTS,)),
     "mistral": ToolFormat("[TOOL_CALLS]", is_list=True, id_length=9, hints=("[TOOL_CALLS]",)),
     "qwen3_coder": ToolFormat(
         "<tool_call>", "</tool_call>", language="tags", hints=(xml_calls.PARAMETER_OPENS,)
@@ -282,7 +294,7 @@ class _Block:
         self.calls: list[tuple[str, str]] = []
         """Name and arguments of each call."""
         self._at = begin
-        self._value: _Value | XmlCall | PythonCalls | None = None
+        self._value: _Value | XmlCall | PythonCalls | _NamedCall | None = None
 
     def end(self, text: str, last: bool) -> int | None:
         """The block's end in a text that begins with it; None: not known yet.
@@ -302,6 +314,8 @@ class _Block:
                     self._value = _Value(begin)
                 elif self._format.language == "tags":
                     self._value = XmlCall(begin, self._schemas)
+                elif self._format.language == "named":
+                    self._value = _NamedCall(begin)
                 else:
                     raise ValueError(text[begin])
                 self._at = begin
@@ -326,12 +340,17 @@ class _Block:
                 return None
             self._at, self._value = start, None
 
-    def _read(self, value: _Value | XmlCall | PythonCalls, text: str) -> list[tuple[str, str]]:
+    def _read(
+        self, value: _Value | XmlCall | PythonCalls | _NamedCall, text: str
+    ) -> list[tuple[str, str]]:
         """The calls of a complete value."""
         if isinstance(value, XmlCall):
             return [(value.name, value.arguments(self._schemas[value.name]))]
         if isinstance(value, PythonCalls):
             text = value.json
+        if isinstance(value, _NamedCall):
+            name, arguments = value.call(text)
+            text = f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
         return _calls(text, self._schemas, not self._format.is_rest)
 
     def _closed(self, text: str, last: bool) -> int | None:
@@ -391,6 +410,40 @@ class _Value:
             else:
                 raise ValueError(mark)
         return self._end
+
+
+class _NamedCall:
+    """The name of a function and JSON, in a text that grows.
+
+    Args:
+        begin: where the name begins.
+    """
+
+    def __init__(self, begin: int) -> None:
+        self._begin = begin
+        self._value: _Value | None = None
+
+    def end(self, text: str) -> int | None:
+        """The call's end; None: not known yet.
+
+        Raises:
+            ValueError: the text cannot become a call.
+        """
+        if self._value is None:
+            found = NAMED.match(text, self._begin)
+            if found is None:
+                if _skip(NAMING, text, self._begin) < len(text):
+                    raise ValueError(text[self._begin :])
+                return None
+            self._value = _Value(found.end())
+        return self._value.end(text)
+
+    @staticmethod
+    def call(text: str) -> tuple[str, str]:
+        """The name and the arguments of a complete call."""
+        found = NAMED.match(text)
+        assert found is not None
+        return found[1].strip(), text[found.end() :]
 
 
 def _calls(text: str, names: Collection[str], may_lack: bool) -> list[tuple[str, str]]:
