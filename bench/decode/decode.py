@@ -3,8 +3,8 @@
 python -m bench decode             everything, with the peers of python -m bench peers
 python -m bench decode --quick     a tiny model and eecore alone; writes nothing
 
-Every engine runs in a process of its own, all in turns: a round runs each engine once, and ratios
-are taken within a round, so that a busy machine slows all alike. A run generates 64 greedy tokens
+Every engine runs in a process of its own, all in turns: a round runs each engine once, so that a
+busy machine slows all alike, and the best round of each counts. A run generates 64 greedy tokens
 after a prompt of one token, so that each pass is a decoding step and there is no prefill. Writes
 bench/results/decode.json and the tables in bench/results.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -31,10 +30,9 @@ from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.places import MODELS as MADE
 from bench.harness.processes import EngineError
-from bench.harness.results import Figures, Report, case_of
+from bench.harness.results import Figures, Report
 from bench.harness.rows import Row, find, markdown_table, unique
 from bench.harness.smollm2 import get_smollm2
-from bench.harness.turns import median_ratio
 
 MODELS = {
     "random": lambda: make_random_llama(MADE / "random-llama-56m"),
@@ -52,7 +50,6 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 WEIGHT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 20 / 32}
 Q8_0_BYTES = 34 / 32  # 32 weights and a scale
-PLACE = ("model", "threads", "batch", "bits")
 
 
 @dataclass
@@ -111,18 +108,12 @@ class Session:
     def figures(self, directory: Path, row: Row, seconds: list[float]) -> Row:
         """Speeds of one engine in one setting, and its share of the read ceiling."""
         tokens = self.tokens_of(row["batch"])
-        count = row["batch"] * tokens
         read = weight_bytes(directory, row["engine"], row["bits"])
         source = "l3_read" if read <= L3_BYTES else "dram_read"
         here = [c for c in self.ceilings if all(c[n] == row[n] for n in ("model", "threads"))]
         rate = read * tokens / min(seconds)
         return {
-            "tokens": tokens,
-            "seconds": [round(value, 5) for value in seconds],
-            "tokens_per_s_best": round(count / min(seconds), 2),
-            "tokens_per_s_median": round(count / statistics.median(seconds), 2),
-            "weight_bytes_per_step": round(read),
-            "gb_per_s": round(rate / 1e9, 2),
+            "tokens_per_s_best": round(row["batch"] * tokens / min(seconds), 2),
             "share_of_read_ceiling": round(rate / max(c[source] for c in here), 3),
         }
 
@@ -135,7 +126,6 @@ class Session:
             "left_out": self.left_out,
             "ceilings": self.ceilings,
             "rows": self.rows,
-            "ratios": ratios(self.rows),
         }
 
 
@@ -149,20 +139,6 @@ def weight_bytes(directory: Path, engine: str, bits: str) -> float:
     head = config["vocab_size"] * config["hidden_size"]
     in_head = Q8_0_BYTES - WEIGHT_BYTES[bits] if bits == "int4" else 0.0
     return count * WEIGHT_BYTES[bits] + head * in_head
-
-
-def ratios(rows: list[Row]) -> list[Row]:
-    """eecore's speed-up over each peer at equal bits, by best rounds and by the median round."""
-    ours = {case_of(row, PLACE): row for row in rows if row["engine"] == "eecore"}
-    found = []
-    for row in rows:
-        mine = ours.get(case_of(row, PLACE))
-        if mine is not None and mine is not row:
-            best = min(row["seconds"]) / min(mine["seconds"])
-            median = median_ratio(mine["seconds"], row["seconds"])
-            own = {name: row[name] for name in (*PLACE, "engine")}
-            found.append({**own, "of_best": round(best, 3), "median": round(median, 3)})
-    return found
 
 
 # The tables
@@ -208,10 +184,10 @@ def full(result: Figures) -> str:
                 cells: list[str] = []
                 for threads, batch in settings:
                     place = {**where, "threads": threads, "batch": batch}
-                    found, ratio = find(rows, **place), find(result["ratios"], **place)
+                    found, own = find(rows, **place), find(rows, **{**place, "engine": "eecore"})
                     speed = "" if found is None else f"{found['tokens_per_s_best']:.1f}"
                     share = "" if found is None else f"{found['share_of_read_ceiling']:.2f}"
-                    cells += [speed, share, "" if ratio is None else f"{ratio['of_best']:.2f}x"]
+                    cells += [speed, share, ratio(own, found)]
                 if any(cells):
                     lines.append([model, bits, engine, *cells])
     about = (
@@ -227,16 +203,19 @@ def full(result: Figures) -> str:
     return "\n\n".join([about, markdown_table(head, lines, text_columns=3), *notes])
 
 
+def ratio(own: Row | None, peer: Row | None) -> str:
+    """The speed-up of eecore over a peer; empty if one of them is missing or both are the same."""
+    if own is None or peer is None or own is peer:
+        return ""
+    return f"{own['tokens_per_s_best'] / peer['tokens_per_s_best']:.2f}x"
+
+
 CASE = ("model", "threads", "batch", "engine", "bits")
 REPORTS = (
     Report(
         "decode",
         {"decode": short, "decode in full": full},
-        {
-            "rows": CASE,
-            "ratios": CASE,
-            "ceilings": ("model", "threads"),
-        },
+        {"rows": CASE, "ceilings": ("model", "threads")},
         ("left_out",),
     ),
 )
