@@ -42,26 +42,24 @@ def measure(case: Case, dtype: torch.dtype, device: torch.device, rounds: int) -
                 error = difference(first.result(), first.peer_result(name))
                 if not error < TOLERANCE[dtype]:
                     raise AssertionError(f"results differ by {error:.1e} of their norm")
-            times = time_calls(device, [work.peers[name] for work in sets], rounds)
-            peers[name] = {"microseconds": times.median * 1e6}
+            seconds = time_calls(device, [work.peers[name] for work in sets], rounds)
+            peers[name] = {"microseconds": seconds * 1e6}
         except AssertionError as disagreement:
             row["wrong"] = f"{name}: {disagreement}"
             peers[name] = {"error": str(disagreement)}
         except Exception as error:
             peers[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
-    times = time_calls(device, [work.call for work in sets], rounds)
-    rate = case.moved_bytes / times.median
+    seconds = time_calls(device, [work.call for work in sets], rounds)
+    rate = case.moved_bytes / seconds
     row |= {
-        "microseconds": times.median * 1e6,
-        "minimum": times.minimum * 1e6,
-        "bytes": case.moved_bytes,
+        "microseconds": seconds * 1e6,
         "GB/s": rate / 1e9,
         "of copy": rate / copy_rate(device),
         "of read": rate / read_rate(device),
         "peers": peers,
     }
     if case.flops is not None:
-        row["of matmul"] = case.flops / times.median / matmul_rate(device)
+        row["of matmul"] = case.flops / seconds / matmul_rate(device)
     timed = {name: peer["microseconds"] for name, peer in peers.items() if "microseconds" in peer}
     if timed:
         row["best peer"] = min(timed, key=timed.__getitem__)

@@ -12,7 +12,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -23,13 +22,6 @@ MIN_GRAPH_SECONDS = 300e-6
 MAX_CALLS = 200
 
 
-class Times(NamedTuple):
-    """Seconds of one call."""
-
-    minimum: float
-    median: float
-
-
 def sets_needed(device: torch.device, num_bytes: int) -> int:
     """The number of input sets of a size that must take turns so that L2 holds none of them."""
     if device.type != "cuda":
@@ -38,8 +30,8 @@ def sets_needed(device: torch.device, num_bytes: int) -> int:
     return max(1, min(64, -(-L2_TIMES * cache // max(num_bytes, 1))))
 
 
-def time_calls(device: torch.device, calls: Sequence[Call], rounds: int) -> Times:
-    """The time of one of several equal calls, each on inputs of its own.
+def time_calls(device: torch.device, calls: Sequence[Call], rounds: int) -> float:
+    """The seconds of one of several equal calls, each on inputs of its own: the median over rounds.
 
     Args:
         device: the device of the calls.
@@ -53,14 +45,14 @@ def time_calls(device: torch.device, calls: Sequence[Call], rounds: int) -> Time
     return _time_on_cuda(calls, rounds)
 
 
-def _time_on_the_cpu(calls: Sequence[Call], rounds: int) -> Times:
+def _time_on_the_cpu(calls: Sequence[Call], rounds: int) -> float:
     seconds = []
     for _ in range(rounds):
         begin = time.perf_counter()
         for call in calls:
             call()
         seconds.append((time.perf_counter() - begin) / len(calls))
-    return Times(min(seconds), statistics.median(seconds))
+    return statistics.median(seconds)
 
 
 def elapsed(device: torch.device, run: Call) -> float:
@@ -81,7 +73,7 @@ def _elapsed(run: Call) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def _time_on_cuda(calls: Sequence[Call], rounds: int) -> Times:
+def _time_on_cuda(calls: Sequence[Call], rounds: int) -> float:
     torch.cuda.synchronize()
     once = min(_elapsed(lambda: [call() for call in calls]) for _ in range(3)) / len(calls)
     count = min(MAX_CALLS, max(len(calls), int(MIN_GRAPH_SECONDS / max(once, 1e-6)) + 1))
@@ -93,7 +85,7 @@ def _time_on_cuda(calls: Sequence[Call], rounds: int) -> Times:
         graph.replay()
     torch.cuda.synchronize()
     seconds = [_elapsed(graph.replay) / count for _ in range(rounds)]
-    return Times(min(seconds), statistics.median(seconds))
+    return statistics.median(seconds)
 
 
 @functools.cache
@@ -102,7 +94,7 @@ def copy_rate(device: torch.device) -> float:
     num_bytes = 4 << 30 if device.type == "cuda" else 16 << 20
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    return 2 * num_bytes / time_calls(device, [lambda: target.copy_(source)], 10).median
+    return 2 * num_bytes / time_calls(device, [lambda: target.copy_(source)], 10)
 
 
 @functools.cache
@@ -110,7 +102,7 @@ def read_rate(device: torch.device) -> float:
     """Bytes read a second by a large sum, which can exceed the rate of a copy."""
     num_bytes = 4 << 30 if device.type == "cuda" else 16 << 20
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    return num_bytes / time_calls(device, [source.sum], 10).median
+    return num_bytes / time_calls(device, [source.sum], 10)
 
 
 @functools.cache
@@ -118,4 +110,4 @@ def matmul_rate(device: torch.device) -> float:
     """Operations a second of a large bfloat16 matrix product on random data."""
     size = 8192 if device.type == "cuda" else 128
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    return 2 * size**3 / time_calls(device, [lambda: a @ b], 10).median
+    return 2 * size**3 / time_calls(device, [lambda: a @ b], 10)
