@@ -49,11 +49,11 @@ def draw_exits(axes: Any, rows: list[Row]) -> None:
             where = {"model": model, "weights": weights, "threads": 1, "batch": 1}
             chosen = [row for row in rows if is_at(row, where)]
             full = find(chosen, mode="Full()")
-            shown = [row for row in chosen if row["cut_ms"] is not None]
+            shown = [row for row in chosen if row["of_cut"] is not None]
             if full is None:
                 continue
             axes.plot(
-                [row["cut_ms"] / full["token_ms"] for row in shown],
+                [row["of_cut"] * row["token_ms"] / full["token_ms"] for row in shown],
                 [row["token_ms"] / full["token_ms"] for row in shown],
                 marker, color=OURS[bits], markersize=4, label=f"{model} {bits}",
             )  # fmt: skip

@@ -105,8 +105,7 @@ def rows_of(
         flops = 2 * num_parameters * len(prompt) / min(times)
         numbers = MULTIPLIED[name.rpartition(" ")[2]]
         row = {"threads": torch.get_num_threads(), "tokens": len(prompt), "name": name}
-        row |= {"seconds": times, "best_s": min(times)}
-        row |= {"gflops": flops / 1e9, "of_ceiling": flops / peaks[numbers]}
+        row |= {"best_s": min(times), "of_ceiling": flops / peaks[numbers]}
         row["peak"] = str(numbers).removeprefix("torch.")
         for peer, ratio in PEERS.items():
             if f"{peer} {name}" in seconds:

@@ -93,9 +93,7 @@ class Measurement:
             "mean_depth": round(statistics.fmean(e for step in run.exits for e in step), 3),
             "acceptance": round((run.tokens_per_step - 1) / drafts, 3) if drafts else None,
             "speed_up": round(full.token_ms / run.token_ms, 3),
-            "cut_ms": None if cut is None else round(cut, 4),
             "of_cut": None if cut is None else round(cut / run.token_ms, 3),
-            "present_ms": None if present is None else round(present, 4),
             "of_present": None if present is None else round(present / run.token_ms, 3),
         }
 

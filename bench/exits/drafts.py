@@ -84,7 +84,6 @@ class Mode:
             "speedup": self.speedup(full),
             "drafted": self.drafted / self.tokens,
             "accepted": self.accepted / self.tokens,
-            "others": self.others,
         }
 
 

@@ -99,15 +99,14 @@ def decode_ms_per_token(parses: Iterable[Parse]) -> float:
     return 1e3 * seconds / tokens if tokens else math.nan
 
 
-def speed_up(mode: Mode, other: Mode | None, measure: Measure) -> dict[str, float] | None:
-    """Speed-up over another mode: the median over chunks, and of all chunks together."""
+def speed_up(mode: Mode, other: Mode | None, measure: Measure) -> float | None:
+    """Speed-up over another mode, the median over chunks."""
     if other is None:
         return None
     pairs = zip(mode.chunks, other.chunks, strict=True)
     ratios = [measure(theirs) / measure(own) for own, theirs in pairs]
     known = [ratio for ratio in ratios if not math.isnan(ratio)]
-    total = measure(other.parses) / measure(mode.parses)
-    return {"median": statistics.median(known), "total": total} if known else None
+    return statistics.median(known) if known else None
 
 
 def full_depth(mode: Mode, modes: Sequence[Mode]) -> Mode | None:
@@ -156,7 +155,6 @@ def figures(mode: Mode, modes: Sequence[Mode]) -> dict[str, Any]:
         found[f"{prefix}ms_per_token"] = None if math.isnan(ms) else ms
         for name, other in compared.items():
             found[f"{prefix}speed_to_{name}"] = speed_up(mode, other, measure)
-    found["chunk_ms_per_token"] = [round(ms_per_token(chunk), 4) for chunk in mode.chunks]
     return found
 
 
@@ -164,8 +162,8 @@ def figures(mode: Mode, modes: Sequence[Mode]) -> dict[str, Any]:
 
 SPEEDS: Columns = (
     ("ms/token", "{ms_per_token:.2f}"),
-    ("to own full depth", "{speed_to_full[median]:.2f}x"),
-    ("to transformers' best", "{speed_to_transformers[median]:.2f}x"),
+    ("to own full depth", "{speed_to_full:.2f}x"),
+    ("to transformers' best", "{speed_to_transformers:.2f}x"),
 )
 ABOUT = (
     "- decoding: after the step that gave the first new tokens; the other columns include the "
@@ -192,9 +190,9 @@ def full(result: Figures) -> str:
         SPEEDS[0],
         ("decoding", "{decode_ms_per_token:.2f}"),
         SPEEDS[1],
-        ("decoding", "{decode_speed_to_full[median]:.2f}x"),
+        ("decoding", "{decode_speed_to_full:.2f}x"),
         SPEEDS[2],
-        ("decoding", "{decode_speed_to_transformers[median]:.2f}x"),
+        ("decoding", "{decode_speed_to_transformers:.2f}x"),
         ("tokens of `Full()`", "{same_as_full:.1%}"),
     )
     rows = result["modes"]
@@ -206,8 +204,8 @@ def full(result: Figures) -> str:
         if row["group"] in ("assisted", "economize") and row["same_as_transformers"] < 1
     ]
     notes += [
-        f"- {row['name']} is {row['speed_to_economize']['median']:.2f}x as fast as economize's "
-        f"fastest drafts, {row['decode_speed_to_economize']['median']:.2f}x in decoding"
+        f"- {row['name']} is {row['speed_to_economize']:.2f}x as fast as economize's "
+        f"fastest drafts, {row['decode_speed_to_economize']:.2f}x in decoding"
         for row in rows
         if row["group"] == "speculative" and row["speed_to_economize"] is not None
     ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -118,7 +117,6 @@ def compare(
             row["same"] = sum(one.text == other.text for one, other in pairs) / count
             stats = [output.stats for output in outputs]
             row["probe_rows"] = statistics.mean(each.probe_rows for each in stats)
-            row["ends"] = dict(Counter(str(each.thought_end) for each in stats))
             rows.append(row)
             say(row)
     return rows

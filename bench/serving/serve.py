@@ -133,8 +133,6 @@ def row_of(case: Case, who: str, streams: bool, loads: list[Load], engine: list[
         "clients": case.clients,
         "who": who,
         "streams": streams,
-        "requests": sum(len(load.answers) for load in loads),
-        "tokens": tokens,
         "tokens_per_s": statistics.median(speeds),
         "of_engine": statistics.median(a / b for a, b in zip(speeds, others, strict=True)),
         "cpu_us_per_token": 1e6 * sum(cpu) / tokens if cpu else None,
