@@ -51,19 +51,14 @@ struct Rows {
   }
 };
 
-inline Tables tables_of(const KvFillParams& params) {
-  return {params.kv_table, 2 * params.num_kv_heads * params.head_dim, params.num_layers,
-          params.table_layer_stride};
-}
-
 // A worker's buffers, and its work on one head of one layer for one block of rows.
 template <typename T, typename W>
 class Worker {
  public:
-  Worker(const KvFillParams& params, int64_t block)
+  Worker(const KvFillParams& params, int64_t block, int64_t x_stride)
       : params_(params),
         unit_(block),
-        x_stride_(packed_stride<W>(params.hidden_size, tables_of(params))),
+        x_stride_(x_stride),
         x_(rows_held<W>(block) * x_stride_),
         normed_(kGroupRows<W> * params.hidden_size),
         heads_(block * params.head_dim * (params.norms_all_k ? params.num_kv_heads : 1)),
@@ -221,20 +216,15 @@ inline int64_t items_of_heads(const KvFillParams& params) {
   return params.num_kv_heads + (params.norms_all_k ? 1 : params.num_kv_heads);
 }
 
-// Rows of a block.
-template <typename W>
-inline int64_t rows_of_block(const KvFillParams& params) {
-  return rows_at_once<W>(packed_stride<W>(params.hidden_size, tables_of(params)));
-}
-
-// Work items [begin, end) of the list (layer, block of rows, head).
+// Work items [begin, end) of the list (layer, block of rows, head). x_stride: of packed rows.
 template <typename T, typename W>
-void fill_items(const KvFillParams& params, const Rows& rows, int64_t begin, int64_t end) {
+void fill_items(const KvFillParams& params, const Rows& rows, int64_t x_stride, int64_t begin,
+                int64_t end) {
   const int64_t num_heads = items_of_heads(params);
   const int64_t joined =
       2 * params.num_kv_heads - num_heads;  // heads that are not items of their own
-  const int64_t most = rows_of_block<W>(params);
-  Worker<T, W> worker(params, min_of(most, params.num_tokens));
+  const int64_t most = rows_at_once<W>(x_stride);
+  Worker<T, W> worker(params, min_of(most, params.num_tokens), x_stride);
   int64_t item = begin, first = 0;
   for (int64_t layer = 0; layer < params.num_layers && item < end; ++layer) {
     const int64_t needed = rows.counts[layer];
@@ -257,15 +247,19 @@ void fill_items(const KvFillParams& params, const Rows& rows, int64_t begin, int
 template <typename T, typename W>
 void fill_layers(const KvFillParams& params, const Parallel& parallel) {
   const Rows rows(params);
-  const int64_t most = rows_of_block<W>(params);
+  const Tables tables{params.kv_table, 2 * params.num_kv_heads * params.head_dim, params.num_layers,
+                      params.table_layer_stride};
+  const int64_t x_stride = packed_stride<W>(params.hidden_size, tables);
+  const int64_t most = rows_at_once<W>(x_stride);
   int64_t num_items = 0;
   for (int64_t layer = 0; layer < params.num_layers; ++layer) {
     num_items += ceil_div(rows.counts[layer], most) * items_of_heads(params);
   }
   // Each range norms its rows again, so it should hold many heads' work.
   const int64_t grain = ceil_div(65536, params.head_dim * params.hidden_size);
-  parallel_for(parallel, num_items, grain,
-               [&](int64_t begin, int64_t end) { fill_items<T, W>(params, rows, begin, end); });
+  parallel_for(parallel, num_items, grain, [&](int64_t begin, int64_t end) {
+    fill_items<T, W>(params, rows, x_stride, begin, end);
+  });
 }
 
 }  // namespace
