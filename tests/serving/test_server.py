@@ -330,7 +330,7 @@ def test_commands_that_cannot_serve(
     assert "--alias fixed" in refused(["--alias", "fixed"], capsys)[1]
     code, line = refused(["--tool-parser", "json"], capsys)
     assert code == 4
-    assert "expected auto, hermes, lfm2, llama3, mistral, mistral3, qwen3_coder" in line
+    assert "expected auto, granite, hermes, lfm2, llama3, mistral, mistral3, qwen3_coder" in line
     code, line = refused(["--cors-origin", "example.org"], capsys)
     assert code == 4
     assert "cors_origins: expected * or the origin of a site" in line

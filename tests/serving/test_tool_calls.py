@@ -133,6 +133,7 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         "",
         [WEATHER, TIME],
     ),
+    "granite": ("granite", f"Yes <|tool_call|>[{CALL}]", "Yes ", [WEATHER]),
     "named": ("mistral3", '[TOOL_CALLS]weather[ARGS]{"place": "]{"}', "", [NAMED]),
     "named, two, with ids": (
         "mistral3",
@@ -466,8 +467,9 @@ def test_a_parser_is_chosen_by_the_chat_template() -> None:
         assert tool_format("none", template) is None
         assert tool_format("mistral", template) is FORMATS["mistral"]
     assert tool_format("auto", "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}") is FORMATS["mistral3"]
+    assert tool_format("auto", "{{ 'Respond only with <|tool_call|>' }}") is FORMATS["granite"]
     assert tool_format("auto", "{{ messages }}") is FORMATS["hermes"]
-    with pytest.raises(eecore.RequestError, match="tool_parser: expected auto, hermes"):
+    with pytest.raises(eecore.RequestError, match="tool_parser: expected auto, granite, hermes"):
         ServerSettings(tool_parser="json")
 
 

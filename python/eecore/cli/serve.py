@@ -59,8 +59,9 @@ class HttpOptions:
     )
     tool_parser: str = option(
         "auto",
-        "How the model writes tool calls: auto (as its chat template does, else hermes) | hermes | "
-        "lfm2 | llama3 | mistral | mistral3 | qwen3_coder | none (they stay text).",
+        "How the model writes tool calls: auto (as its chat template does, else hermes) | "
+        "granite | hermes | lfm2 | llama3 | mistral | mistral3 | qwen3_coder | "
+        "none (they stay text).",
     )
 
 

@@ -140,6 +140,7 @@ class ToolFormat:
 FORMATS = {
     "mistral3": ToolFormat("[TOOL_CALLS]", language="named", id_length=9, hints=(ARGUMENTS,)),
     "mistral": ToolFormat("[TOOL_CALLS]", is_list=True, id_length=9, hints=("[TOOL_CALLS]",)),
+    "granite": ToolFormat("<|tool_call|>", is_list=True, hints=("<|tool_call|>",)),
     "qwen3_coder": ToolFormat(
         "<tool_call>", "</tool_call>", language="tags", hints=(xml_calls.PARAMETER_OPENS,)
     ),
