@@ -1150,6 +1150,20 @@ ENGINE = (
         "tests/planning/test_thought_probes.py",
     ),
     Mutant(
+        "token-after-a-verdict-is-kept",
+        "python/eecore/engine/commit.py",
+        "    goes_on = sequence.probe is None and not sequence.is_masked\n",
+        "    goes_on = sequence.probe is None\n",
+        "tests/planning/test_thought_probes.py",
+    ),
+    Mutant(
+        "token-of-a-probe-for-a-biased-request",
+        "python/eecore/decoding/draft_outcomes.py",
+        "        if parent.draft.route.points or needs_logits(parent):\n",
+        "        if parent.draft.route.points:\n",
+        "tests/planning/test_thought_probes.py",
+    ),
+    Mutant(
         "what-a-probe-writes-is-verified",
         "python/eecore/decoding/draft_outcomes.py",
         "start : start + drafted + 1].tolist(), forced\n",

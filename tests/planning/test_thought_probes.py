@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,19 @@ def thought(model: eecore.Model, think: Any, **settings: Any) -> Output:
 # What a probe reads
 
 
+def closing_after(model: eecore.Model, token_ids: list[int]) -> list[int]:
+    """The tokens that close a thought."""
+    assert model.tokenizer is not None
+    at_line = model.tokenizer.decode(token_ids).endswith("\n")
+    return model.tokenizer.encode(CLOSED.lstrip("\n") if at_line else CLOSED)
+
+
 def expected_probe(model: eecore.Model, output: Output, count: int, exit: Exit) -> Probe:
     """The answer of a request of its own after the first tokens of a thought."""
     assert model.tokenizer is not None
-    encode, text = model.tokenizer.encode, model.tokenizer.decode(output.token_ids[:count])
-    closing = encode(CLOSED.lstrip("\n") if text.endswith("\n") else CLOSED)
-    start = [*asked(model), *output.token_ids[:count], *closing, *encode(STEM)]
+    text = output.token_ids[:count]
+    stem = model.tokenizer.encode(STEM)
+    start = [*asked(model), *text, *closing_after(model, text), *stem]
     (answer,) = eecore.generate(model, start, exit=exit, max_tokens=5, logprobs=0)
     assert answer.logprobs is not None
     words = normalised(answer.text or "")
@@ -285,6 +293,49 @@ def test_a_probe_has_room(thinker: eecore.Model) -> None:
         assert len(output.token_ids) == most
         for probe in output.thought_probes:
             assert probe.num_tokens + 4 + 2 + 5 <= most + 3
+
+
+@pytest.mark.parametrize(
+    "exit", [Full(), PromptLookup(4, min_ngram=1), SelfSpeculative(2, 4), eecore.Auto()], ids=str
+)
+def test_the_pass_of_a_probe_gives_the_next_token(
+    thinker: eecore.Model, monkeypatch: pytest.MonkeyPatch, exit: Exit
+) -> None:
+    """Where the request chooses it as a probe does, and does not end its thought there."""
+    iterate, counts, plain_ids = Iterations.iterate, list[int](), list[int]()
+
+    def counted(self: Any, works: Any, **how: Any) -> Any:
+        counts[-1] += 1
+        return iterate(self, works, **how)
+
+    monkeypatch.setattr(Iterations, "iterate", counted)
+    one = replace(RECORD, max_answer=1)
+    for bias in ({}, {5: 0.5}):
+        counts.clear()
+        settings: dict[str, Any] = {"exit": exit, "logit_bias": bias, "logprobs": 0}
+        plain, probed = (
+            (counts.append(0), thought(thinker, think, **settings))[1] for think in (None, one)
+        )
+        plain_ids = plain_ids or plain.token_ids
+        assert len(probed.thought_probes) > 5
+        assert probed.token_ids[:120] == plain.token_ids[:120]  # then room is left for an answer
+        assert probed.logprobs is not None
+        assert plain.logprobs is not None
+        assert probed.logprobs[:120] == pytest.approx(plain.logprobs[:120], abs=1e-5)
+        if exit == Full():
+            assert probed.confidences[:120] == plain.confidences[:120]
+            surplus = counts[1] - counts[0]
+            # The last probe comes before the first token of the answer, which has a mask.
+            assert surplus == (len(probed.thought_probes) if bias else 1)
+    ends = [replace(ENDS, max_answer=1, stem=stem) for stem in (" A", "1+1=", "Yes", "So")]
+    outputs = [thought(thinker, end, exit=exit, logit_bias={}) for end in ends]
+    assert [output.stats.thought_end for output in outputs].count("confident") > 1
+    for output in outputs:
+        count = output.thought_probes[-1].num_tokens
+        assert output.token_ids[:count] == plain_ids[:count]
+        if output.stats.thought_end == "confident":
+            closing = closing_after(thinker, output.token_ids[:count])
+            assert output.token_ids[count : count + len(closing)] == closing
 
 
 # What happens to a request within a probe

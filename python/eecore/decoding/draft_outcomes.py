@@ -7,10 +7,10 @@ from math import isnan
 from eecore.decoding.draft_kind import DraftKind
 from eecore.decoding.head_drafts import add_drafts
 from eecore.decoding.memory import Cells
-from eecore.decoding.sampling import NO_TOKEN, add_logprobs
+from eecore.decoding.sampling import NO_TOKEN, add_logprobs, needs_logits
 from eecore.errors import NotFiniteError
 from eecore.planning.row import Outcome, Row
-from eecore.scheduling.sequence import Counters
+from eecore.scheduling.sequence import Counters, Sequence
 
 
 class DraftOutcomes:
@@ -78,6 +78,8 @@ class DraftOutcomes:
             if sequence.sampling.logprobs is not None:
                 for at in range(start, start + good):
                     add_logprobs(outcome, got, at)
+            if forced:
+                outcome.of_parent = self._of_parent(sequence, got, start)
             if row.ahead and not is_cut:
                 heads.append((i, outcome))
             if row.route.adaptive:
@@ -89,3 +91,18 @@ class DraftOutcomes:
         if heads and self._drafts_ahead:
             add_drafts(heads, got)
         return outcomes
+
+    def _of_parent(self, probe: Sequence, got: Cells, start: int) -> Outcome | None:
+        """The next token of the request that a probe belongs to, from the row of its last token;
+        None where the request chooses it in another way than probes do.
+        """
+        parent, depth = probe.parent, self._num_layers
+        assert parent is not None
+        assert parent.draft is not None
+        if parent.draft.route.points or needs_logits(parent):
+            return None
+        token, confidence = got["token"][start], got["gap"][start]
+        outcome = Outcome(parent, parent.num_computed + 1, [token], [depth], [confidence], [depth])
+        if parent.sampling.logprobs is not None:
+            add_logprobs(outcome, got, start)
+        return outcome

@@ -95,12 +95,12 @@ class Commits:
         """
         now, pages, num_failed = time.perf_counter(), self._scheduler.pages, 0
         rejected: list[Sequence] = []
-        for outcome in outcomes:
+        for each in outcomes:
+            outcome = each if each.sequence.parent is None else _probed(each, each.sequence.parent)
+            if outcome is None:
+                continue
             sequence, token_ids = outcome.sequence, outcome.token_ids
             draft, text, times = sequence.draft, sequence.text, sequence.times
-            if sequence.parent is not None:
-                _probed(sequence.parent, outcome)
-                continue
             error, taken = outcome.error, None
             if not token_ids and error is None and outcome.num_computed == sequence.num_computed:
                 _count_pass(sequence, outcome)  # a loop of a token that is not made yet
@@ -366,8 +366,12 @@ class Commits:
         )
 
 
-def _probed(sequence: Sequence, outcome: Outcome) -> None:
-    """Count what an iteration did for the probe of a sequence, unless that has ended."""
+def _probed(outcome: Outcome, sequence: Sequence) -> Outcome | None:
+    """Count what an iteration did for the probe of a sequence, unless that has ended.
+
+    Returns:
+        The outcome of the sequence itself, where the same pass has given one that still holds.
+    """
     if outcome.error is not None:
         LOGGER.warning("a probe of %r failed", sequence.request_id, exc_info=outcome.error)
     if outcome.sequence is sequence.probe:
@@ -375,6 +379,8 @@ def _probed(sequence: Sequence, outcome: Outcome) -> None:
         assert sequence.probes is not None
         sequence.probes.learn(outcome)
         _mask(sequence, sequence.draft)
+    goes_on = sequence.probe is None and not sequence.is_masked
+    return outcome.of_parent if goes_on else None
 
 
 def _mask(sequence: Sequence, draft: DraftState) -> None:

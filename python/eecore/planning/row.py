@@ -75,6 +75,8 @@ class Outcome:
     """The next adaptive draft threshold, after a round that had one."""
     ahead: Ahead | None = None
     """Drafts of a draft head for the next round."""
+    of_parent: Outcome | None = None
+    """The next token of the request that this sequence probes, where the same pass gives it."""
     seconds: float = 0.0
     """Seconds from the end of the previous round to this one's; 0 where ``full_depth_s`` is."""
     full_depth_s: float = 0.0
