@@ -339,6 +339,13 @@ CPU_KERNELS = (
         "tests/across_ops/test_block_sums.py -k 'definition and Q4_K'",
     ),
     Mutant(
+        "tiles-keep-the-sizes-of-a-tables-first-format",
+        "csrc/cpu/panel_gemm.h",
+        "(is_set_ && is_whole_ == whole)",
+        "is_set_",
+        "tests/across_ops/test_block_sums.py -k take_turns",
+    ),
+    Mutant(
         "both-minima-of-a-pair-are-the-first",
         "csrc/cpu/panel_blocks.h",
         "load_unsigned(minima + kBytes)",

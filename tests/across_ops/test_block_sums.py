@@ -16,7 +16,7 @@ import cases
 import reference
 from coded_calls import FORMATS
 from eecore import _C, ops
-from packed_blocks import SCALES, block_sizes, random_blocks
+from packed_blocks import SCALES, block_sizes, packed_layers, random_blocks
 
 # Rows of x and of the weight, and super-blocks: around tiles, and the fewest rows that take them.
 SIZES = ((1, 21, 3), (8, 16, 1), (9, 33, 2), (13, 5, 1), (16, 16, 3), (17, 40, 1), (33, 21, 2),
@@ -114,3 +114,20 @@ def test_the_largest_sums_are_exact(format: str, byte: int) -> None:
         _C.set_cpu_capability(name)
         got = ops.skinny_linear(x, packed.weight, weight_table=packed.table)
         assert torch.equal(got, expected[name != "portable"]), name
+
+
+def test_formats_take_turns_in_a_table() -> None:
+    """Rows in any order, for which tiles of two sizes and vectors take turns."""
+    matrix = packed_layers([[(format, 21) for format in FORMATS]], 512)
+    assert matrix.table is not None
+    table = matrix.table[0]
+    order = torch.randperm(len(table), generator=torch.Generator().manual_seed(1))
+    for name in cases.cpu_capabilities():
+        _C.set_cpu_capability(name)
+        for rows in (11, 14):
+            x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows))
+            alone = [ops.skinny_linear(row[None], matrix.weight, weight_table=table) for row in x]
+            expected = torch.cat(alone)
+            for places in (torch.arange(len(table)), order):
+                got = ops.skinny_linear(x, matrix.weight, weight_table=table[places])
+                assert torch.equal(got, expected[:, places]), (name, rows)
