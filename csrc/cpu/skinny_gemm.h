@@ -211,17 +211,16 @@ inline void multiply(const Unit<W>&, const WeightRows<W>& w, int64_t num_rows, c
       return;
     }
   }
-  const int64_t chunk = min_of(chunk_of<W>(num_batch, n), F::kMaxColumns);
+  // Sums wait for the next chunk, or are complete after as many columns as they may hold.
+  constexpr bool kWaits = F::kMaxColumns == kAnyColumns;
+  const int64_t chunk = kWaits ? chunk_of<W>(num_batch, n) : F::kMaxColumns;
   // Groups of rows of x, as equal as possible. Each prefetches its share, so that memory never
   // idles.
   const int64_t num_groups = ceil_div(num_batch, F::kMaxBatch);
-  Sums* const waiting = chunk < n ? kept_by_thread<WaitingSums<W>>().sums : nullptr;
+  Sums* const waiting = kWaits && chunk < n ? kept_by_thread<WaitingSums<W>>().sums : nullptr;
   for (int64_t r = 0; r < num_rows; r += kRows) {
     for (int64_t begin = 0, end; begin < n; begin = end) {
-      // Sums are kept for the next chunk until the limit of columns that they may hold.
-      const int64_t part_begin = begin / F::kMaxColumns * F::kMaxColumns;
-      const int64_t part_end = min_of(part_begin + F::kMaxColumns, n);
-      end = min_of(begin + chunk, part_end);
+      end = min_of(begin + chunk, n);
       const W* rows = w.row(r);
       // What is read after this block: the next chunk, or the next rows.
       const W* ahead = end < n ? rows + end : r + kRows < num_rows ? w.row(r + kRows) : next;
@@ -234,11 +233,11 @@ inline void multiply(const Unit<W>&, const WeightRows<W>& w, int64_t num_rows, c
                        w.stride,
                        x_stride,
                        end - begin,
-                       begin > part_begin ? waiting + b * kRows : nullptr,
-                       end < part_end ? waiting + b * kRows : nullptr,
+                       waiting && begin > 0 ? waiting + b * kRows : nullptr,
+                       waiting && end < n ? waiting + b * kRows : nullptr,
                        out + b * out_stride + r,
                        out_stride,
-                       part_begin > 0};
+                       !kWaits && begin > 0};
         b += batch;
         if (r + kRows <= num_rows) {
           multiply_block<kRows, F::kMaxBatch>(block, batch, ahead ? to - from : 0);
@@ -254,7 +253,7 @@ inline void multiply(const Unit<W>&, const WeightRows<W>& w, int64_t num_rows, c
       }
     }
   }
-  if constexpr (F::kMaxColumns != kAnyColumns) {
+  if constexpr (!kWaits) {
     scale_tile<W>(w, num_rows, x, x_stride, num_batch, out, out_stride);
   }
 }
