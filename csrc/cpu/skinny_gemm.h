@@ -5,8 +5,8 @@
 // lanes per pair, k ascending, whatever the block; the lanes are added in one order. So a result
 // never depends on which other rows were computed with it, nor on how many. x is packed first, see
 // weight_format.h. The next block of w is prefetched while this one is multiplied. Rows that are
-// too long for the first-level cache are processed in chunks of columns, and the sums are kept in
-// memory between the chunks.
+// too long for the first-level cache are processed in chunks of columns, and sums of floats are
+// kept in memory between the chunks.
 #pragma once
 
 #include "scratch.h"
