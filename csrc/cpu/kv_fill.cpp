@@ -28,7 +28,7 @@ inline int64_t first_of(const KvFillParams& params, int64_t row) {
 
 // Rows with a slot, by exit layer.
 struct Rows {
-  Scratch<int32_t> order;   // [num_layers + 1]: the number of rows that layer l needs
+  Scratch<int32_t> order;   // [num_tokens]
   Scratch<int64_t> counts;  // [num_layers + 1]: how many rows layer l needs
 
   explicit Rows(const KvFillParams& params)
@@ -204,7 +204,7 @@ class Worker {
   const KvFillParams& params_;
   [[no_unique_address]] Unit<W> unit_;
   int64_t x_stride_;
-  Scratch<PackedX<W>> x_;  // [block, x_stride]
+  Scratch<PackedX<W>> x_;  // [rows_held, x_stride]
   Scratch<T> normed_;      // [kGroupRows<W>, hidden_size]
   Scratch<float> heads_;   // [block, head_dim], or for all K heads, [num_kv_heads, rows, head_dim]
   Scratch<T> rounded_;     // [head_dim]

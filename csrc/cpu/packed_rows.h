@@ -73,7 +73,7 @@ class PackedRows {
 
  private:
   int64_t stride_;
-  Scratch<PackedX<W>> rows_;  // [num_rows, stride]
+  Scratch<PackedX<W>> rows_;  // [rows_held, stride]
 };
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

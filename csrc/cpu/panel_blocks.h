@@ -89,19 +89,17 @@ struct BlockAhead {
 // A panel, or the part of it that begins at one of its rows.
 struct PanelPart {
   const uint8_t *quants, *high_bits, *sub_scales, *scales;
-  int64_t num_blocks;   // of kBlockColumns
-  int64_t block_bytes;  // see bytes_of_block
+  int64_t num_blocks;  // of kBlockColumns
 
   PanelPart from(int64_t lane) const {
-    return {quants + 4 * lane, high_bits + 4 * lane, sub_scales + lane,
-            scales + 2 * lane, num_blocks,           block_bytes};
+    return {quants + 4 * lane, high_bits + 4 * lane, sub_scales + lane, scales + 2 * lane,
+            num_blocks};
   }
 };
 inline PanelPart whole_panel(const uint8_t* panel, BlockFormat format, int64_t columns) {
   const PanelPlanes planes = planes_of(format, columns);
-  const int64_t num_blocks = columns / kBlockColumns;
-  return {panel,      panel + planes.high_bits, panel + planes.sub_scales, panel + planes.scales,
-          num_blocks, bytes_of_block(format)};
+  return {panel, panel + planes.high_bits, panel + planes.sub_scales, panel + planes.scales,
+          columns / kBlockColumns};
 }
 
 // scales: of the block

@@ -100,10 +100,8 @@ inline Ints add_pairs(Ints sums, Ints pairs, const int16_t* x) {
 inline Vec load_half(const uint8_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-// sums[b] + the products of kGroups groups of columns with row b of x, for at most kRowsAbreast
-// rows, which take turns; see PanelDot. `ahead` prefetches a part of the next memory after each
-// group.
-constexpr int kRowsAbreast = 8;
+// sums[b] + the products of kGroups groups of columns with row b of x, for kRows rows, which take
+// turns; see PanelDot. `ahead` prefetches a part of the next memory after each group.
 template <int kGroups, int kRows, typename Ahead>
 inline void dot(const Bytes* w, const int8_t* x, int64_t x_stride, Ahead ahead, Ints* sums) {
 #pragma GCC unroll 8

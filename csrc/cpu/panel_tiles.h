@@ -87,12 +87,13 @@ template <typename U, BlockFormat kFormat, int kRows, bool kOpens>
   // While a block's sums become floats a later block is multiplied, and before that another one
   // unpacked: nothing waits for memory that was only just written.
   constexpr int64_t kLead = kOpens ? kDelay + 1 : kDelay;
+  constexpr int64_t kBytes = bytes_of_block(kFormat);
   for (int64_t i = -kLead; i < count; ++i) {
     const int64_t opened = i + kLead, multiplied = i + kDelay;
     if (kOpens && opened < count) {
       if (ahead) {
-        for (int64_t line = 0; line < part.block_bytes; line += 64) prefetch(ahead + line);
-        ahead += part.block_bytes;
+        for (int64_t line = 0; line < kBytes; line += 64) prefetch(ahead + line);
+        ahead += kBytes;
       }
       open_block(part, begin + opened, &room.blocks[opened]);
     }
@@ -124,7 +125,8 @@ int64_t multiply_rows(const PanelProduct& product, const PanelPart& panel) {
   for (int64_t stretch = 0; stretch < num_stretches; ++stretch) {
     const int64_t begin = stretch * panel.num_blocks / num_stretches;
     const int64_t count = (stretch + 1) * panel.num_blocks / num_stretches - begin;
-    const uint8_t* ahead = product.ahead ? product.ahead + begin * panel.block_bytes : nullptr;
+    const uint8_t* ahead =
+        product.ahead ? product.ahead + begin * bytes_of_block(kFormat) : nullptr;
     const XRows<kFormat> x = XRows<kFormat>(product, 0).at(begin);
     multiply_stretch<U, kFormat, kRows, true>(room, panel, begin, count, x, ahead, room.totals);
     for (int64_t tile = 1; tile < num_tiles; ++tile) {

@@ -156,6 +156,7 @@ void multiply_super_blocks(const PanelProduct& product, const PanelPart& panel) 
   const int64_t num_batch = product.num_batch, groups = ceil_div(num_batch, kTileSide);
   __builtin_memset(room.totals, 0,
                    sizeof(room.totals[0]) * static_cast<uint64_t>(groups * kTileSide));
+  constexpr int64_t kBytes = bytes_of_block(kFormat) * kSuperColumns / kBlockColumns;
   const int64_t num_blocks = panel.num_blocks * kBlockColumns / kSuperColumns;
   const XRows<kFormat> x(product, 0);
   WaitingRows<kFormat> waiting{x, room.scales, room.sums[0], room.totals, 0};
@@ -163,9 +164,8 @@ void multiply_super_blocks(const PanelProduct& product, const PanelPart& panel) 
   int64_t parity = 0;
   for (int64_t i = 0; i < num_blocks; ++i) {
     if (ahead) {
-      const int64_t bytes = panel.block_bytes * kSuperColumns / kBlockColumns;
-      for (int64_t line = 0; line < bytes; line += 64) prefetch(ahead + line);
-      ahead += bytes;
+      for (int64_t line = 0; line < kBytes; line += 64) prefetch(ahead + line);
+      ahead += kBytes;
     }
     open_super_block(panel, i, room);
     for (int64_t group = 0; group < groups; group += 2, parity ^= 1) {

@@ -42,8 +42,9 @@ struct alignas(64) XSuperBlock {
 };
 
 // A packed row of x holds the blocks that its weight's formats multiply: blocks of 32 columns,
-// super-blocks, or the former and then the latter. Its stride, in bytes, tells which. It is an odd
-// number of cache lines, so that the same columns of many rows do not share a set of the cache.
+// super-blocks, or the former and then the latter. Its stride, in bytes, tells which. Blocks of one
+// kind are an odd number of cache lines, so that the same columns of many rows do not share a set
+// of the cache.
 struct XRowSizes {
   int64_t blocks, super_blocks;  // bytes
 };
