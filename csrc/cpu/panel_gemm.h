@@ -219,16 +219,18 @@ struct Tables {
 };
 // The bytes of a packed row of x that holds the blocks that a weight's formats multiply.
 inline int64_t x_stride_of(const Tables& tables, int64_t columns) {
+  const XRowSizes sizes = x_row_sizes(columns);
+  if (columns % kSuperColumns != 0) return sizes.blocks;
   uint64_t formats = 0, with_sub_scales = 0;
   for (int64_t i = 0; i < tables.count; ++i) {
     const int64_t* table = tables.first + i * tables.stride;
-    for (int64_t row = 0; row < tables.num_rows; ++row)
+    for (int64_t row = 0; row < tables.num_rows; ++row) {
       formats |= uint64_t{1} << (table[row] >> 4 & 15);
+    }
   }
   for (int i = 0; i < kNumBlockFormats; ++i) {
     with_sub_scales |= has_sub_scales(static_cast<BlockFormat>(i)) ? uint64_t{1} << i : 0;
   }
-  const XRowSizes sizes = x_row_sizes(columns);
   return (formats & ~with_sub_scales ? sizes.blocks : 0) +
          (formats & with_sub_scales ? sizes.super_blocks : 0);
 }

@@ -391,11 +391,11 @@ struct PanelDot {
 
 // The products of one row of x with weights of kBits bits, in parts of kGroups groups of columns.
 // Without kScaled there is one part, and a correction for the weights' offset, times x: `offset`,
-// for 4 bits -8 times the sum of x, doubled with each further bit, halved with each one less. With
-// kScaled each part's sum is multiplied with factors, the parts' scales. kIsSigned: weights have no
-// offset. kTakesTurns: a sum waits for its last product, and a core looks ahead to only few of
-// them, so all sums take one group before any takes the next; with few registers one row takes all
-// groups. kBatch: rows of x that are multiplied with two vectors of weights at once.
+// for 4 bits -8 times the sum of x, doubled with each further bit. With kScaled each part's sum is
+// multiplied with factors, the parts' scales. kIsSigned: weights have no offset. kTakesTurns: a sum
+// waits for its last product, and a core looks ahead to only few of them, so all sums take one
+// group before any takes the next; with few registers one row takes all groups. kBatch: rows of x
+// that are multiplied with two vectors of weights at once.
 template <int kGroups_, int kBits, bool kScaled>
 struct PanelDot {
   static constexpr int kGroups = kGroups_;

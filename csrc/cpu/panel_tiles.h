@@ -27,7 +27,7 @@ template <BlockFormat kFormat>
 struct TileRoom {
   OpenBlock<kFormat> blocks[kStretch];
   SumTile<int32_t> sums[kWaiting];
-  alignas(64) float totals[kMaxTileBatch + kTileSide][kPanelRows];
+  alignas(64) float totals[kMaxTileBatch][kPanelRows];
 };
 
 template <BlockFormat kFormat>
