@@ -20,7 +20,7 @@ import eecore
 from eecore.cli.app import run
 from eecore.exit_text import parse_exit
 from eecore.lab.evaluation.tables import table_of
-from eecore.lab.evaluation.timed import time_policies
+from eecore.lab.evaluation.timed import TimedRun, time_policies
 from get_smollm2 import get_smollm2
 
 UTTERANCES = (
@@ -47,6 +47,10 @@ CHAT_MODES = {
 }
 ROUNDS, SECONDS = 12, 30.0
 """Turns of each mode, and the seconds after which no turn begins."""
+
+
+def tokens_of(timed: TimedRun) -> list[list[int]]:
+    return [output.token_ids for output in timed.outputs]
 
 
 def main(command_line: list[str] | None = None) -> int:
@@ -105,7 +109,9 @@ def show(
         "mode": lambda timed: timed.name,
         "tokens/s": lambda timed: f"{timed.tokens_per_s:.1f}",
         "x full depth": lambda timed: f"{timed.speedup_over(runs[0]):.2f}",
-        "text": lambda timed: "full depth's" if timed.same_tokens(runs[0]) else "its own",
+        "text": lambda timed: (
+            "full depth's" if tokens_of(timed) == tokens_of(runs[0]) else "its own"
+        ),
     }
     print(f"\nAll prompts, one after the other, in turns:\n{table_of(columns, runs)}")
     return 0

@@ -39,7 +39,7 @@ SOME = {
     "engine/test_engine.py": ("test_st", "test_bad", "test_requests"),
     "engine/test_worker.py": ("test_overlapping",),
     "calibration/test_calibration.py": ("test_p_values", "test_every_threshold", "test_bad_sett"),
-    "lab/evaluation/test_layerskip.py": ("test_scores_are",),
+    "lab/evaluation/test_evaluate.py": ("test_scores_are",),
     "fuzz/test_fuzzing.py": ("test_figures", "test_mutations"),
     "integrations/test_layer_drafts.py": ("test_drafts_are", "test_rejected_drafts"),
     "integrations/test_transformers.py": ("test_answers_are", "test_the_weights_are_shared"),
