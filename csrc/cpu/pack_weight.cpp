@@ -98,7 +98,7 @@ void take_block(const uint8_t* row, int64_t i, RowBlock* out) {
     out->sub[0] = sub_scale(block + 2, part);
   } else if constexpr (kFormat == BlockFormat::kMXFP4) {
     take_nibbles(block + 1, out->q);
-  } else if constexpr (kTraits.sub_scales > 0) {
+  } else if constexpr (has_sub_scales(kFormat)) {
     constexpr bool kFive = kFormat == BlockFormat::kQ5_K;
     const uint8_t* low = block + (kFive ? 48 : 16) + part / 2 * 32;
     const int low_shift = static_cast<int>(part % 2 * 4);

@@ -37,7 +37,7 @@ inline RowScales row_scales(BlockFormat format, const uint8_t* scales, const uin
   const float scale = half_to_float(scales);
   const float minimum = has_minima(format) ? half_to_float(scales + 2 * kPanelRows) : 0.0f;
   RowScales of_row{{scale, scale}, {minimum, minimum}};
-  if (traits_of(format).sub_scales == 0) return of_row;
+  if (!has_sub_scales(format)) return of_row;
   for (int half = 0; half < 2; ++half) {
     const uint8_t sub = sub_scales[has_halves(format) ? half * kPanelRows : 0];
     if (!has_minima(format)) {
